@@ -1,0 +1,3 @@
+"""gpuctl launches and looks after distributed training on GPU machines reachable by SSH."""
+
+__version__ = "0.1.0"

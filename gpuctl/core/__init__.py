@@ -1,0 +1,1 @@
+"""Values and arithmetic: no I/O, standard library only."""
