@@ -38,7 +38,7 @@ def from_json(cls: type[T], data: Any) -> T:
     return typing.cast(T, _decode(cls, data, cls.__name__))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
