@@ -84,7 +84,7 @@ def _decode_sequence(origin: Any, args: tuple[Any, ...], data: Any, where: str) 
     if origin is tuple and args and args[-1] is not Ellipsis:
         if len(data) != len(args):
             raise ValueError(f"{where}: {len(args)} items were expected, not {len(data)}")
-        return tuple(_decode(a, d, f"{where}[{i}]") for i, (a, d) in enumerate(zip(args, data)))
+        return tuple(_decode(a, d, f"{where}[{i}]") for i, (a, d) in enumerate(zip(args, data, strict=True)))
     item = args[0] if args else Any
     return origin(_decode(item, d, f"{where}[{i}]") for i, d in enumerate(data))
 
