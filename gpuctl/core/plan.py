@@ -26,6 +26,8 @@ class EnvVar:
     why: str
     source: str
     """``flag``, ``env-file``, ``cluster.yaml:LINE``, ``nvidia``, ``amd``, ``gloo``, ``gpuctl``."""
+    is_unset: bool = False
+    """The variable is removed from the ranks' environment instead of set (visibility masks)."""
 
 
 @dataclass(frozen=True)
