@@ -4,6 +4,8 @@ It is kept free of gpuctl imports: all it does is find the state directory, make
 bundle with the wanted hash is there and intact, and hand over to ``gpuctl.agent.bridge`` from it.
 The client sends, in this order: the activate line, the interpreter, eight digits (the length of
 this source), this source, one JSON line of parameters, and the bundle (a zip) when asked for it.
+
+The syntax is kept to Python 3.6, so that an old interpreter gets a sentence and not a traceback.
 """
 
 import hashlib
@@ -32,7 +34,7 @@ NETWORK_FILESYSTEMS = (
 )  # fmt: skip
 
 
-def filesystem_of(path):
+def filesystem_of(path: str) -> "str | None":
     """Return the type of the file system that holds ``path`` (deepest mount point), or None."""
     path = os.path.realpath(path)
     best, kind = "", None
@@ -49,7 +51,7 @@ def filesystem_of(path):
     return kind
 
 
-def state_home(configured):
+def state_home(configured: "str | None") -> str:
     """Return ``<var>/gpuctl-UID``, made 0700 and checked to be ours.
 
     ``<var>`` is the configured directory, else ``/var/tmp`` or ``~/.cache``, whichever is local
@@ -72,7 +74,7 @@ def state_home(configured):
     raise OSError("no directory to keep gpuctl's files in (%s)" % "; ".join(problems))
 
 
-def machine_id():
+def machine_id() -> str:
     """Return the machine id, or the host name where there is none."""
     for path in ("/etc/machine-id", "/var/lib/dbus/machine-id"):
         try:
@@ -85,7 +87,7 @@ def machine_id():
     return os.uname().nodename
 
 
-def private_dir(path):
+def private_dir(path: str) -> str:
     """Make ``path`` 0700 (parents too) and raise OSError unless it is a directory of ours alone."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     try:
@@ -100,7 +102,7 @@ def private_dir(path):
     return path
 
 
-def tree_hash(root):
+def tree_hash(root: str) -> str:
     """Return the hash of a folder: SHA-256 over sorted ``path NUL sha256 LF`` lines.
 
     Byte code caches are left out: the interpreter writes them beside the sources.
@@ -115,13 +117,13 @@ def tree_hash(root):
     return tree_hash_of(files)
 
 
-def tree_hash_of(files):
+def tree_hash_of(files: "dict[str, bytes]") -> str:
     """Return the tree hash of ``files`` (name -> bytes)."""
     lines = ["%s\0%s\n" % (name, hashlib.sha256(data).hexdigest()) for name, data in files.items()]
     return hashlib.sha256("".join(sorted(lines)).encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def install_tree(data, wanted, target):
+def install_tree(data: bytes, wanted: str, target: str) -> None:
     """Unpack the zip ``data`` to ``target`` if its tree hash is ``wanted``; raises ValueError."""
     scratch = "%s.%d.tmp" % (target, os.getpid())
     shutil.rmtree(scratch, ignore_errors=True)
@@ -137,7 +139,7 @@ def install_tree(data, wanted, target):
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-def extract_member(archive, info, root):
+def extract_member(archive: zipfile.ZipFile, info: zipfile.ZipInfo, root: str) -> None:
     """Write one file of the zip below ``root``; names that would leave it are refused."""
     name = info.filename
     if name.startswith("/") or ".." in name.split("/") or name.endswith("/"):
@@ -150,7 +152,7 @@ def extract_member(archive, info, root):
         os.chmod(path, 0o700)
 
 
-def publish_tree(scratch, target):
+def publish_tree(scratch: str, target: str) -> None:
     """Rename into place; a twin that another launch put there meanwhile is as good."""
     try:
         os.rename(scratch, target)
@@ -159,12 +161,12 @@ def publish_tree(scratch, target):
             raise
 
 
-def is_intact(path, wanted):
+def is_intact(path: str, wanted: str) -> bool:
     """Return whether the tree at ``path`` is there and has the hash ``wanted``."""
     return os.path.isdir(path) and tree_hash(path) == wanted
 
 
-def read_exactly(size):
+def read_exactly(size: int) -> bytes:
     """Read ``size`` bytes from stdin without reading past them."""
     parts = []
     while size > 0:
@@ -176,7 +178,7 @@ def read_exactly(size):
     return b"".join(parts)
 
 
-def read_line():
+def read_line() -> bytes:
     """Read one line from stdin, a byte at a time: what follows belongs to others."""
     line = b""
     while not line.endswith(b"\n"):
@@ -186,12 +188,12 @@ def read_line():
     return line
 
 
-def say(nonce, **fields):
+def say(nonce: str, **fields: object) -> None:
     """Answer the client with one line that no shell noise can be taken for."""
     os.write(1, ("\n%s %s\n" % (nonce, json.dumps(fields))).encode())
 
 
-def main():
+def main() -> None:
     """Answer the client, install the bundle if it is missing, become the bridge."""
     sys.path[:] = [entry for entry in sys.path if entry]  # the current folder may hold a random.py
     parameters = json.loads(read_line())
