@@ -84,6 +84,11 @@ class Link:
         self.sock.close()
         self.on_close(self, reason)
 
+    def pump(self) -> None:
+        """Read what is there already, without waiting for the loop."""
+        if not self.is_closed and not self._is_handshaking:
+            self._read()
+
     def _update(self) -> None:
         if not self.is_closed:
             self.loop.watch(self.sock.fileno(), self._readable, self._writable if self._want_write else None)
