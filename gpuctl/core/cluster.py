@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -60,3 +61,8 @@ class Cluster:
     ports: PortRange | None = None
     failure: Failure = Failure()
     origin: str = ""
+
+
+def labels(hosts: Sequence[str]) -> list[str]:
+    """Return a unique name for each host of a list: two logical nodes may share one machine."""
+    return [host if hosts.count(host) == 1 else f"{host}#{i}" for i, host in enumerate(hosts)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpuctl.agent.frames import Frame
+from gpuctl.core.cluster import labels
 from gpuctl.core.codec import from_json, to_json
 from gpuctl.core.plan import NodePlan, Plan
 from gpuctl.core.run import RankFailure, RunRecord, RunState
@@ -139,8 +140,10 @@ def _open_links(plan: Plan, reach: Reach) -> dict[int, NodeLink]:
     def open_one(node: NodePlan) -> NodeLink:
         return NodeLink.open(reach.connections[node.node_rank], interpreter_of(node), timeout_s=OPEN_S)
 
-    group = fanout({node.host: node for node in plan.nodes}, open_one, timeout_s=OPEN_S + 5)
-    opened = {node.node_rank: group.values()[node.host] for node in plan.nodes if node.host in group.values()}
+    named = dict(zip(labels([n.host for n in plan.nodes]), plan.nodes, strict=True))
+    group = fanout(named, open_one, timeout_s=OPEN_S + 5)
+    values = group.values()
+    opened = {node.node_rank: values[label] for label, node in named.items() if label in values}
     try:
         group.raise_for_failures("cannot run the agent")
     except GpuctlError:
@@ -166,7 +169,8 @@ def _upload(links: Mapping[int, NodeLink], uploads: Uploads) -> None:
             if archive.sha256 not in has.get(kind, []):
                 link.upload(kind, archive, timeout_s=UPLOAD_S)
 
-    group = fanout({link.host: link for link in links.values()}, upload_one, timeout_s=UPLOAD_S)
+    named = dict(zip(labels([link.host for link in links.values()]), links.values(), strict=True))
+    group = fanout(named, upload_one, timeout_s=UPLOAD_S)
     group.raise_for_failures("cannot carry the files over")
 
 
@@ -194,7 +198,8 @@ def _arm(
         lead_fields.update(lead_address=answer.get("address"), lead_port=answer.get("port"))
     except GpuctlError as exc:
         problems[lead.host] = exc
-    others = {n.host: n for n in plan.nodes if n.node_rank != plan.lead}
+    names = labels([n.host for n in plan.nodes])
+    others = {name: n for name, n in zip(names, plan.nodes, strict=True) if n.node_rank != plan.lead}
     if problems:
         raise _not_armed(plan, problems)
     group = fanout(others, arm_one, timeout_s=ARM_S + 5)
