@@ -50,7 +50,7 @@ def pack_folder(folder: Path, *, limit_bytes: int = DEFAULT_LIMIT_BYTES) -> Sync
         raise ConfigError(f"--sync: {folder} has no files to carry")
     if size > limit_bytes:
         raise ConfigError(
-            f"--sync: {folder} holds {size >> 20} MiB in {len(files)} files, the limit is {limit_bytes >> 20} MiB",
+            f"--sync: {folder} holds {size >> 20} MiB, the limit is {limit_bytes >> 20} MiB",
             cause=_largest(files),
             hint="ignore what the ranks do not need in .gitignore, or raise the limit with --sync-limit",
         )
