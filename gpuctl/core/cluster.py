@@ -49,6 +49,8 @@ class NodeSpec:
     env_from: tuple[str, ...] = ()
     origin: str = ""
     """``cluster.yaml:12``: where the node was written, for messages."""
+    env_origin: dict[str, str] = field(default_factory=dict)
+    """Where each variable of ``env`` was written: the source of its EnvVar."""
 
 
 @dataclass(frozen=True)

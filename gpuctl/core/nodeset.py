@@ -121,13 +121,13 @@ def _split(text: str) -> list[str]:
     for at, char in enumerate(text):
         depth += (char == "[") - (char == "]")
         if depth not in (0, 1):
-            raise ConfigError(f"node set {_short(text)!r}: brackets do not match")
+            raise ConfigError(f"node set {_short(text)!r}: brackets do not match", hint="write gpu[01-04,7]")
         if char == "," and depth == 0:
             patterns.append(text[start:at].strip(" "))
             start = at + 1
     patterns.append(text[start:].strip(" "))
     if depth:
-        raise ConfigError(f"node set {_short(text)!r}: brackets do not match")
+        raise ConfigError(f"node set {_short(text)!r}: brackets do not match", hint="write gpu[01-04,7]")
     if not all(patterns):
         raise ConfigError(f"node set {_short(text)!r}: an empty name", hint="remove the stray comma")
     return patterns
