@@ -372,7 +372,7 @@ class Lead:
 
     # -- telling
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Write an event down and tell the clients (contract 4)."""
         event = {
             "event": name,

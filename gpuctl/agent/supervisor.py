@@ -497,7 +497,7 @@ class Supervisor:
         if self._pump is not None:
             self._pump.deliver()
 
-    def _report(self, type_: str, **fields: Any) -> None:
+    def _report(self, type_: str, /, **fields: Any) -> None:
         self.report(Frame(type_, fields, b"", self.generation))
 
 

@@ -82,7 +82,7 @@ class Worker:
         """Report a finished step; ``metrics`` holds ``step`` and the keys of the step event."""
         self.event("step", **metrics)
 
-    def event(self, name: str, **fields: Any) -> None:
+    def event(self, name: str, /, **fields: Any) -> None:
         """Report an event (step, checkpoint, warning, result) with JSON fields."""
         self._send(Frame("event", {"event": name, **fields}))
 
