@@ -186,5 +186,5 @@ def _join(known: HostLine | None, host: HostLine, where: str, dialect: Dialect) 
 
 
 def _called(dialect: Dialect) -> str:
-    article = "an" if dialect == "Open MPI" else "a"
+    article = "a" if dialect == "DeepSpeed" else "an"
     return "a list of hosts" if dialect == "list" else f"{article} {dialect} hostfile"

@@ -51,7 +51,7 @@ def read_inventory(text: str, name: str, folder: Path | None = None) -> Inventor
     if len(lines) == 1 and re.fullmatch(r"[^\s:=@]*[\[,][^\s:=@]*", lines[0]):
         return Inventory("a Slurm node list", hosts_of(expand(lines[0])))
     hostfile = parse_hostfile(text, name)
-    article = "an" if hostfile.dialect == "Open MPI" else "a"
+    article = "a" if hostfile.dialect == "DeepSpeed" else "an"
     return Inventory(f"{article} {hostfile.dialect} hostfile", hostfile.hosts)
 
 
