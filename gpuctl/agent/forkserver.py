@@ -177,8 +177,11 @@ def main(fd: int) -> int:
     identity.set_name("gpuctl:fork")
     sock = socket.socket(fileno=fd)
     os.set_inheritable(fd, False)
-    hello = sock.recv(PACKET_BYTES)
-    return ForkServer(sock).serve(json.loads(hello)["preload"]) if hello else 0
+    try:
+        hello = sock.recv(PACKET_BYTES)
+        return ForkServer(sock).serve(json.loads(hello)["preload"]) if hello else 0
+    except (BrokenPipeError, ConnectionResetError):
+        return 0  # the agent closed while something was on its way
 
 
 if __name__ == "__main__":

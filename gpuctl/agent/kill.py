@@ -15,19 +15,19 @@ killpg 2, a walk over parents 1, the sweep 0, cgroup.kill 0.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
+import queue
 import select
 import signal
+import sys
+import threading
 import time
 from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Literal, Protocol
 
 from gpuctl.agent import identity
 
-log = logging.getLogger(__name__)
 Name = Literal["cgroup", "subreaper", "process-group"]
 CGROUP_PREFIX = "gpuctl-"
 TRIAL_LIMIT_S = 1.0
@@ -103,22 +103,25 @@ class CgroupKiller:
     def __init__(self, directory: Path, sweeper: SubreaperKiller) -> None:
         self.directory = directory
         self._sweeper = sweeper
-        self._mover: ThreadPoolExecutor | None = None
+        self._moves: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._mover: threading.Thread | None = None
 
     def adopt(self, pid: int) -> None:
         """Move ``pid`` into the run's cgroup; what it starts from then on is born there."""
         # on a thread: a move waits for an RCU grace period, 15 ms were measured, times the ranks
         if self._mover is None:
-            self._mover = ThreadPoolExecutor(1, thread_name_prefix="cgroup")
-        self._mover.submit(self._move, pid)
+            self._mover = threading.Thread(target=self._move_all, name="cgroup", daemon=True)
+            self._mover.start()
+        self._moves.put(pid)
 
-    def _move(self, pid: int) -> None:
-        try:
-            _write(self.directory / "cgroup.procs", str(pid))
-        except ProcessLookupError:
-            pass  # it has ended already
-        except OSError as exc:
-            log.warning("cannot move %s into %s: %s", pid, self.directory, exc)
+    def _move_all(self) -> None:
+        while (pid := self._moves.get()) is not None:
+            try:
+                _write(self.directory / "cgroup.procs", str(pid))
+            except ProcessLookupError:
+                pass  # it has ended already
+            except OSError as exc:  # the sweep ends it all the same
+                print(f"cannot move {pid} into {self.directory}: {exc.strerror}", file=sys.stderr, flush=True)
 
     def kill_all(self, *, keep: Collection[int] = ()) -> list[int]:
         members = self._members()
@@ -132,7 +135,8 @@ class CgroupKiller:
 
     def close(self) -> None:
         if self._mover is not None:
-            self._mover.shutdown(wait=True, cancel_futures=True)
+            self._moves.put(None)
+            self._mover.join()
             self._mover = None
         _remove_cgroup(self.directory)
 
