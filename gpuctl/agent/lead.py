@@ -204,7 +204,13 @@ class Lead:
 
     def _on_started(self, member: Member, frame: Frame) -> None:
         member.has_started = True
-        self.event("phase", phase="started", node=member.node.host, ranks=frame.get("ranks"))
+        self.event(
+            "phase",
+            phase="started",
+            node=member.node.host,
+            node_rank=member.node.node_rank,
+            ranks=frame.get("ranks"),
+        )
 
     def _on_beat(self, member: Member, frame: Frame) -> None:
         with contextlib.suppress(ValueError):

@@ -111,15 +111,8 @@ def launch(
         _stop_if_interrupted(interrupts)
         _arm(plan, links, secrets or {}, is_detached)
         _stop_if_interrupted(interrupts)
-        lead = links[plan.lead]
-        lead.send(Frame("start"))
-        _wait_for_start(lead, listener)
-        for node_rank, link in links.items():
-            if node_rank != plan.lead:
-                link.close()
-        if is_detached:
-            return Outcome(plan.run_id, RunState.RUNNING)
-        return _Follower(plan, reach, lead, listener, interrupts).follow()
+        links[plan.lead].send(Frame("start"))
+        return _Follower(plan, reach, links, listener, interrupts, is_detached).follow()
     finally:
         # a link that closes before the start takes its agent along: all or none
         for link in links.values():
@@ -231,34 +224,31 @@ def _text(host: str, exc: Exception) -> str:
     return f"{text}: {cause}" if cause else text
 
 
-def _wait_for_start(lead: NodeLink, listener: Listener) -> None:
-    deadline = time.monotonic() + ARM_S
-    while True:
-        frame = lead.receive(max(0.0, deadline - time.monotonic()))
-        if frame.type == "event":
-            listener.on_event(frame.fields)
-            if frame.get("event") == "started":
-                return
-        elif frame.type in ("refused", "end"):
-            reasons = frame.get("reasons") or [frame.get("reason") or "no reason given"]
-            raise CheckFailed("the run did not start", cause="\n".join(reasons))
-
-
 class _Follower:
     """Follows an attached run: events, rank 0's lines, Ctrl-C, a lost connection."""
 
     def __init__(
-        self, plan: Plan, reach: Reach, lead: NodeLink, listener: Listener, interrupts: Interrupts
+        self,
+        plan: Plan,
+        reach: Reach,
+        links: dict[int, NodeLink],
+        listener: Listener,
+        interrupts: Interrupts,
+        is_detached: bool,
     ) -> None:
         self.plan = plan
         self.reach = reach
-        self.lead = lead
+        self.links = links
+        self.lead = links[plan.lead]
         self.listener = listener
         self.interrupts = interrupts
+        self.is_detached = is_detached
         self._handled = 0
+        self._has_started = False
+        self._started_nodes: set[str] = set()
 
     def follow(self) -> Outcome:
-        """Return how the run ended."""
+        """Return how the run ended; of a detached one, once every rank is there."""
         while True:
             self._obey_interrupts()
             try:
@@ -271,11 +261,33 @@ class _Follower:
                     return outcome
                 continue
             if frame.type == "event":
-                self.listener.on_event(frame.fields)
+                self._on_event({**frame.fields, "generation": frame.generation})
+                if self.is_detached and self._all_started():
+                    return Outcome(self.plan.run_id, RunState.RUNNING)
             elif frame.type == "log":
                 self.listener.on_log(int(frame.get("rank", 0)), str(frame.get("stream")), frame.payload)
             elif frame.type == "end":
                 return self._outcome(frame)
+            elif frame.type == "refused":
+                raise CheckFailed("the run did not start", cause="\n".join(frame.get("reasons", [])))
+
+    def _on_event(self, event: Event) -> None:
+        self.listener.on_event(event)
+        if event.get("event") == "started":
+            self._has_started = True
+        elif event.get("event") == "phase" and event.get("phase") == "started":
+            self._started_nodes.add(str(event.get("node_rank")))
+            if self._all_started():
+                self._leave_the_others()
+
+    def _all_started(self) -> bool:
+        return len(self._started_nodes) == len(self.plan.nodes)
+
+    def _leave_the_others(self) -> None:
+        """Once every node has started, only the lead is listened to."""
+        for node_rank, link in self.links.items():
+            if node_rank != self.plan.lead:
+                link.close()
 
     def _outcome(self, frame: Frame) -> Outcome:
         failure = frame.get("failure")
@@ -294,6 +306,8 @@ class _Follower:
             return
         self._handled = self.interrupts.count
         if self._handled >= 3:
+            raise KeyboardInterrupt
+        if not self._has_started and self.is_detached:
             raise KeyboardInterrupt
         if self._handled == 1:
             self.lead.send(Frame("stop", {"grace_s": self.plan.failure.grace_s, "by": "Ctrl-C"}))
