@@ -150,18 +150,20 @@ def _nodes(
     nodes: list[NodeSpec] = []
     for index, entry in enumerate(spec.nodes):
         where = document.where(("nodes", index))
-        hosts = _expand_host(entry, document.where(("nodes", index, "host")), MAX_NODES - len(nodes))
+        hosts = _expand_host(entry, document.where(("nodes", index, "host")))
         keys = _merge(spec.defaults, entry)
         keys["env_origin"] = _env_origin(spec, index, document)
         if keys.get("identity_file"):
             keys["identity_file"] = str(base / _client_path(keys["identity_file"], environ))
         nodes += [NodeSpec(host, origin=where, **keys) for host in hosts]
+        if len(nodes) > MAX_NODES:
+            raise ConfigError(f"{where}: more than {MAX_NODES:,} nodes", hint="split the cluster file")
     return tuple(nodes)
 
 
-def _expand_host(entry: NodeEntry, where: str, limit: int) -> list[str]:
+def _expand_host(entry: NodeEntry, where: str) -> list[str]:
     try:
-        hosts = expand(entry.host, limit=limit)
+        hosts = expand(entry.host)
     except ConfigError as exc:
         raise ConfigError(f"{where}: {exc.message}", cause=exc.cause, hint=exc.hint) from None
     if entry.address is not None and len(hosts) > 1:

@@ -50,11 +50,11 @@ _MODELS: Models = {
 
 def spec_error(exc: ValidationError, document: Document) -> ConfigError:
     """Return the error for the first wrong line; the other ones are counted and named by line."""
-    found = sorted(
-        (_problem(error, document) for error in exc.errors(include_url=False)), key=lambda problem: problem[0]
-    )
+    # A key that is missing is most often one that is there under a wrong name: that is said first.
+    errors = sorted(exc.errors(include_url=False), key=lambda error: error["type"] == "missing")
+    found = sorted((_problem(error, document) for error in errors), key=lambda problem: problem[0])
     line, message, hint = found[0]
-    others = sorted({str(other) for other, *_ in found[1:] if other != line}, key=int)
+    others = list(dict.fromkeys(str(other) for other, *_ in found if other != line))
     cause = f"lines {', '.join(others[:8])} are wrong too" if len(others) > 1 else None
     if len(others) == 1:
         cause = f"line {others[0]} is wrong too"
@@ -84,7 +84,7 @@ def _document_path(loc: Path, document: Document) -> Path:
 
 def _words(error: Any, path: Path, document: Document) -> tuple[str, str | None]:
     kind, given = error["type"], error["input"]
-    key = ".".join(str(step) for step in path if isinstance(step, str) and step != "nodes") or "nodes"
+    key = ".".join(_printable(step) for step in path if isinstance(step, str) and step != "nodes") or "nodes"
     if kind == "extra_forbidden":
         return _unknown_key(path)
     if kind == "missing":
@@ -118,7 +118,7 @@ def _unknown_key(path: Path) -> tuple[str, str | None]:
     key = str(path[-1])
     model = _MODELS.get(str(path[0]), ClusterSpec) if len(path) > 1 else ClusterSpec
     known = list(model.model_fields)
-    message = f"unknown key {key!r}"
+    message = f"unknown key {_cut(repr(key))}"
     if FOREIGN_KEYS.get(key.lower()) == "":
         return message, "write it into ~/.ssh/config: gpuctl connects as `ssh HOST` does"
     close = difflib.get_close_matches(key.lower(), known, n=1) or [FOREIGN_KEYS.get(key.lower(), "")]
@@ -126,7 +126,7 @@ def _unknown_key(path: Path) -> tuple[str, str | None]:
         return message, f"did you mean {close[0]!r}?"
     place = next((name for name, other in _MODELS.items() if key in other.model_fields), None)
     if place:
-        return message, f"{key!r} belongs under `{place}:`"
+        return message, f"{_cut(repr(key))} belongs under `{place}:`"
     return message, f"known here: {', '.join(known)}"
 
 
@@ -142,8 +142,7 @@ def _not_one_of(key: str, given: Any, expected: str) -> tuple[str, str | None]:
 def _shown(path: Path, given: Any) -> str:
     if "env" in path or isinstance(given, (dict, list)):
         return ""
-    text = repr(given)
-    return f"{text if len(text) <= 60 else text[:57] + '...'}: "
+    return f"{_cut(repr(given))}: "
 
 
 def _kind_of(given: Any, text: Any) -> str:
@@ -151,5 +150,13 @@ def _kind_of(given: Any, text: Any) -> str:
         return "keys and values"
     if isinstance(given, list):
         return "a list"
-    shown = repr(given) if isinstance(given, str) else str(text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    return _cut(repr(given) if isinstance(given, str) else str(text))
+
+
+def _printable(step: str) -> str:
+    """Return a key as it is, or quoted when it could play tricks on a terminal."""
+    return step if step.isascii() and step.isprintable() and len(step) <= 60 else _cut(repr(step))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

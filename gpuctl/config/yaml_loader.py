@@ -154,7 +154,9 @@ class _Reader:
         if anchor is not None:
             self._refuse(event, f"anchors (&{anchor}) are not read", "write the value out where it is used")
         if tag is not None:
-            self._refuse(event, f"tags ({tag}) are not read", "remove the tag; quote a value to keep it text")
+            self._refuse(
+                event, f"tags ({tag[:60]!a}) are not read", "remove it; quote a value to keep it text"
+            )
         if len(path) > MAX_DEPTH:
             self._refuse(event, f"nested deeper than {MAX_DEPTH}", "look for brackets that are not closed")
 

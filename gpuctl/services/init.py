@@ -67,9 +67,7 @@ def init(
         name = template or DEFAULT_TEMPLATE
         text, origin = read_template(f"clusters/{name}.yaml"), f"template {name}"
     else:
-        header = _template_header(template) if template else _HEADER
-        text = header.format(source=origin) if not template else header
-        text += "".join(_node_lines(inventory))
+        text = render(inventory, origin, template)
     cluster = load_cluster(path, text=text, environ=environ)
     if path != STDIN:
         _write(path, text)
@@ -84,6 +82,12 @@ def init(
     )
 
 
+def render(inventory: Inventory, origin: str, template: str | None = None) -> str:
+    """Return a cluster file for the hosts of ``inventory``, under a template's other keys."""
+    header = _template_header(template) if template else _HEADER.format(source=origin)
+    return header + "".join(_node_lines(inventory))
+
+
 def template_names(folder: str = "clusters") -> list[str]:
     """Return the names ``--template`` takes (or the files of another template folder)."""
     return sorted(entry.stem for entry in (_TEMPLATES / folder).iterdir())
@@ -91,10 +95,11 @@ def template_names(folder: str = "clusters") -> list[str]:
 
 def read_template(name: str) -> str:
     """Return the text of ``templates/NAME``; raises ConfigError naming the ones there are."""
-    folder, _, file = name.rpartition("/")
-    if Path(file).stem not in template_names(folder):
+    folder, _, file = name.partition("/")
+    stem = file.rpartition(".")[0]
+    if stem not in template_names(folder):
         raise ConfigError(
-            f"there is no template {Path(file).stem!r}", hint=f"there are {', '.join(template_names(folder))}"
+            f"there is no template {stem!r}", hint=f"there are {', '.join(template_names(folder))}"
         )
     return (_TEMPLATES / name).read_text(encoding="utf-8")
 
