@@ -217,9 +217,9 @@ def main() -> None:
         say(nonce, error="%s" % exc)
         return
     sys.path.insert(0, target)
-    from gpuctl.agent import bridge
+    from gpuctl.agent.bridge import main as serve
 
-    bridge.main(home, parameters)
+    serve(home, parameters)
 
 
 if __name__ == "__main__":

@@ -26,9 +26,9 @@ MAX_TRACEBACK_CHARS = 32_768
 
 @dataclass(frozen=True)
 class RankExit:
-    """One rank's end. ``is_victim``: gpuctl had already asked the generation to end."""
+    """One rank's end (``rank`` null: a node's). ``is_victim``: gpuctl had asked for the end already."""
 
-    rank: int
+    rank: int | None
     node: str
     exit_code: int | None = None
     signal: str | None = None
@@ -37,6 +37,10 @@ class RankExit:
     message: str = ""
     traceback: str | None = None
     tail: tuple[str, ...] = ()
+
+    @property
+    def where(self) -> str:
+        return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
 
 def signal_name(number: int) -> str:
@@ -72,10 +76,15 @@ def describe(exit_code: int | None, signal_: str | None, error: str | None, *, i
 
 def last_error_line(tail: Sequence[str]) -> str | None:
     """Return the exception line that a Python traceback in ``tail`` ends with, if there is one."""
+    lines = (last_traceback(tail) or "").splitlines()[1:]
+    return next((line for line in lines if line and not line[0].isspace()), None)
+
+
+def last_traceback(tail: Sequence[str]) -> str | None:
+    """Return the last Python traceback in ``tail`` to its end, None when there is none."""
     for i in range(len(tail) - 1, -1, -1):
         if tail[i].startswith("Traceback (most recent call last)"):
-            after = [line for line in tail[i + 1 :] if line and not line[0].isspace()]
-            return after[0] if after else None
+            return "\n".join(tail[i:])
     return None
 
 
@@ -96,8 +105,9 @@ def first_cause(exits: Sequence[RankExit]) -> RankFailure | None:
         message=cause.message,
         signal=cause.signal,
         exit_code=cause.exit_code,
-        traceback=cause.traceback or "\n".join(cause.tail) or None,
-        also=tuple(f"rank {e.rank} on {e.node}: {e.message}" for e in ordered[1:] if not e.is_victim),
+        traceback=cause.traceback or last_traceback(cause.tail),
+        also=tuple(f"{e.where}: {e.message}" for e in ordered[1:] if not e.is_victim),
+        log_tail=cause.tail,
     )
 
 

@@ -91,11 +91,8 @@ class Lead:
         if member.link is not None:
             member.link.close("declared lost")
         if not self._is_ending or not self._exits:
-            first = member.node.ranks[0] if member.node.ranks else 0
             self.event("node_lost", node=member.node.host, message=reason)
-            self._exits.append(
-                RankExit(first, member.node.host, message=f"{reason} (node {member.node.host})")
-            )
+            self._exits.append(RankExit(None, member.node.host, message=reason))
         if self.state in (RunState.RUNNING, RunState.ARMED, RunState.STOPPING, RunState.RESTARTING):
             self._end_generation()
         self._conclude_when_swept()
@@ -251,7 +248,7 @@ class Lead:
 
     def _exit_grace_over(self) -> None:
         if not self._all_exited() and not self._is_ending:
-            done = sorted(e.rank for e in self._exits)
+            done = sorted(e.rank for e in self._exits if e.rank is not None)
             left = sorted(set(range(self.plan.world_size)) - set(done))
             node = self.plan.node_of(left[0])
             waited = f"{self.plan.exit_grace_s:g} s after rank {done[0]} had exited with 0"
@@ -310,7 +307,7 @@ class Lead:
         again = self._may_restart()
         self.event("failed", final=not again, **to_json(cause))
         if not again:
-            self._finish(RunState.FAILED, f"rank {cause.rank} on {cause.node}: {cause.message}")
+            self._finish(RunState.FAILED, f"{cause.where}: {cause.message}")
             return
         delay = RESTART_DELAYS_S[min(self._restarts, len(RESTART_DELAYS_S) - 1)]
         self._restarts += 1

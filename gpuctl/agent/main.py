@@ -265,7 +265,7 @@ class Agent:
             return
         for rank, member in self.lead.members.items():
             if member.link is link:
-                self.lead.lost(rank, f"the agent is gone ({reason})")
+                self.lead.lost(rank, f"the agent on {member.node.host} died ({reason})")
                 self._set_state(self.lead.state)
 
     def _join_lead(self, plan: Plan, node: NodePlan, frame: Frame) -> None:

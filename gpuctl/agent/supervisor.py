@@ -41,7 +41,7 @@ FAILURE_TERM_S = 0.5
 #: How long KILL may take before what is left is reported as unkillable (D state).
 KILL_LIMIT_S = 5.0
 SWEEP_EVERY_S = 0.01
-TAIL_LINES = 20
+TAIL_LINES = 40
 
 
 @dataclass
@@ -379,9 +379,11 @@ class Supervisor:
 
     def _explain(self, rank: Rank, report: RankExit, signal_: int | None, traceback: str | None) -> RankExit:
         error = (
-            None if report.message else read_error_file(self.run_dir.error_file(self.generation, report.rank))
+            None
+            if report.message
+            else read_error_file(self.run_dir.error_file(self.generation, rank.state.rank))
         )
-        tail = self._pump.tail(report.rank, TAIL_LINES) if self._pump else []
+        tail = self._pump.tail(rank.state.rank, TAIL_LINES) if self._pump else []
         text = report.message or (error[0] if error else last_error_line(tail))
         message = describe(report.exit_code, report.signal, text, is_bundled=self.plan.program.is_bundled)
         if signal_ == signal.SIGKILL and not self._is_ending and rank.pid is not None:

@@ -60,16 +60,23 @@ class RankState:
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Why a rank failed. ``exit_code`` is null when it was ended by a signal."""
+    """Why a run failed. ``rank`` is null when a whole node was lost, ``exit_code`` when signalled."""
 
     node: str
-    rank: int
+    rank: int | None
     message: str
     signal: str | None = None
     exit_code: int | None = None
     traceback: str | None = None
     also: tuple[str, ...] = ()
     """The other failures of the same generation, folded."""
+    log_tail: tuple[str, ...] = ()
+    """The last lines the rank wrote."""
+
+    @property
+    def where(self) -> str:
+        """Return ``rank 3 on gpu01``, or the node alone."""
+        return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,7 @@ class _Follower:
                 was_interrupted=self._handled > 0,
             )
         host = self.plan.lead_node.host
-        failure = RankFailure(host, self.plan.lead_node.ranks[0], f"the lead agent on {host} died")
+        failure = RankFailure(host, None, f"the lead agent on {host} died")
         event = {"event": "failed", "run": self.plan.run_id, "final": True, **to_json(failure)}
         self.listener.on_event(event)
         return Outcome(self.plan.run_id, RunState.LOST, failure.message, failure)
