@@ -51,20 +51,26 @@ _MODELS: Models = {
 def spec_error(exc: ValidationError, document: Document) -> ConfigError:
     """Return the error for the first wrong line; the other ones are counted and named by line."""
     # A key that is missing is most often one that is there under a wrong name: that is said first.
-    errors = sorted(exc.errors(include_url=False), key=lambda error: error["type"] == "missing")
-    found = sorted((_problem(error, document) for error in errors), key=lambda problem: problem[0])
-    line, message, hint = found[0]
-    others = list(dict.fromkeys(str(other) for other, *_ in found if other != line))
-    cause = f"lines {', '.join(others[:8])} are wrong too" if len(others) > 1 else None
-    if len(others) == 1:
-        cause = f"line {others[0]} is wrong too"
-    return ConfigError(f"{document.name}:{line}: {message}", cause=cause, hint=hint)
+    errors = sorted(
+        exc.errors(include_url=False),
+        key=lambda error: (document.line(_document_path(error["loc"], document)), error["type"] == "missing"),
+    )
+    lines = list(dict.fromkeys(document.line(_document_path(error["loc"], document)) for error in errors))
+    path = _document_path(errors[0]["loc"], document)
+    message, hint = _words(errors[0], path, document)
+    return ConfigError(
+        f"{document.where(path)}: {message}", cause=_other_lines(lines[1:]), hint=hint or _example(path)
+    )
 
 
-def _problem(error: Any, document: Document) -> tuple[int, str, str | None]:
-    path = _document_path(tuple(error["loc"]), document)
-    message, hint = _words(error, path, document)
-    return document.line(path), message, hint or _example(path)
+def _other_lines(lines: list[int]) -> str | None:
+    if not lines:
+        return None
+    if len(lines) == 1:
+        return f"line {lines[0]} is wrong too"
+    shown = ", ".join(str(line) for line in lines[:8])
+    more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+    return f"lines {shown}{more} are wrong too"
 
 
 def _example(path: Path) -> str | None:

@@ -23,6 +23,12 @@ MAX_BYTES = 1_000_000
 
 MAX_DEPTH = 32
 
+MAX_ITEMS = 4096
+"""Items of a list, keys of a mapping: as many as there may be nodes."""
+
+MAX_VALUES = 100_000
+"""Values in all: 4,096 nodes with every key of their own. Keeps the worst file within a second or two."""
+
 Value = None | bool | int | float | str | list["Value"] | dict[str, "Value"]
 Path = tuple[str | int, ...]
 """Where a value stands: keys and list positions from the top."""
@@ -119,6 +125,7 @@ class _Reader:
                     f"the first is in line {self.lines[here]}",
                 )
             self.lines[here] = _line(event)
+            self._check_count(event, len(mapping))
             mapping[key] = self._node(next(self._events), here)
         return mapping
 
@@ -134,6 +141,7 @@ class _Reader:
         items: list[Value] = []
         while not isinstance(event := next(self._events), yaml.SequenceEndEvent):
             items.append(self._node(event, (*path, len(items))))
+            self._check_count(event, len(items))
         return items
 
     def _scalar(self, event: yaml.ScalarEvent, path: Path) -> Value:
@@ -159,6 +167,12 @@ class _Reader:
             )
         if len(path) > MAX_DEPTH:
             self._refuse(event, f"nested deeper than {MAX_DEPTH}", "look for brackets that are not closed")
+
+    def _check_count(self, event: yaml.Event, items: int) -> None:
+        if items > MAX_ITEMS or len(self.lines) > MAX_VALUES:
+            self._refuse(
+                event, "more values than any file here needs", "fold hosts into node sets: gpu[001-128]"
+            )
 
     def _refuse(self, event: yaml.Event, message: str, hint: str) -> NoReturn:
         raise ConfigError(f"{self._name}:{_line(event)}: {message}", hint=hint)

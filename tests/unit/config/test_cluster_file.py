@@ -348,3 +348,27 @@ def assert_cluster_or_error(text: str) -> None:
         assert exc.message.startswith("c.yaml")
         assert exc.message.isprintable()
     assert time.monotonic() - started < 1
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "nodes: [" + "1," * 490_000 + "1]",
+        "nodes:\n" + "- host: a\n" * 99_000,
+        "".join(f"k{n}: 1\n" for n in range(90_000)),
+        "nodes:\n- host: a" + "[1-2]" * 150_000,
+        "nodes: " + "[" * 900_000,
+        'a: "' + '\\"' * 400_000,
+    ],
+    ids=["numbers", "nodes", "keys", "brackets of one host", "brackets", "quotes"],
+)
+def test_a_megabyte_of_nonsense_is_refused_in_seconds(text: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError):
+        load(text)
+    assert time.monotonic() - started < 5  # 1 s on an idle core; the cores here are shared
+
+
+def test_four_thousand_nodes_written_out_load() -> None:
+    text = "nodes:\n" + "".join(f"- host: gpu{n:04d}\n  gpus: 8\n  env: {{A: 1}}\n" for n in range(4096))
+    assert len(load(text).nodes) == 4096
