@@ -131,12 +131,13 @@ def _try_flock(fd: int) -> bool:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)  # whoever it names has gone
     return True
 
 
 def _write_record(fd: int, record: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):  # a full disk does not take the lock away
-        os.ftruncate(fd, 0)
         os.pwrite(fd, json.dumps(record).encode()[:MAX_RECORD_BYTES], 0)
 
 

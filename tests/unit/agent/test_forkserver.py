@@ -28,7 +28,8 @@ def facts(config, worker):
         if os.path.lexists(f"/proc/self/fd/{name}")}
     numpy = sys.modules["numpy"]
     print(json.dumps({"config": config, "fds": fds, "sid": os.getsid(0), "pid": os.getpid(),
-        "cwd": os.getcwd(), "comm": open("/proc/self/comm").read().strip(), "oom": int(open("/proc/self/oom_score_adj").read()),
+        "cwd": os.getcwd(), "comm": open("/proc/self/comm").read().strip(),
+        "oom": int(open("/proc/self/oom_score_adj").read()),
         "draws": [random.random(), float(numpy.random.rand())], "env": dict(os.environ),
         "listener": worker.listener_fd, "preloaded": "numpy" in sys.modules}))
     worker.done(answer=42)
