@@ -13,6 +13,8 @@ import getpass
 import os
 import pwd
 import re
+import shlex
+import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -95,23 +97,34 @@ def run_ssh(arguments: Sequence[str], *, timeout_s: float = SSH_G_TIMEOUT_S) -> 
     Raises ConfigError when ssh refuses its own configuration, TimeoutExpired past ``timeout_s``.
     """
     try:
-        done = subprocess.run(
-            ["ssh", *arguments], stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+        # Its own session: at the deadline what a `Match exec` started goes with it.
+        process = subprocess.Popen(
+            ["ssh", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
         )
     except FileNotFoundError:
         return None
+    try:
+        stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired as exc:
         raise TimeoutExpired(
-            f"`ssh {' '.join(arguments)}` did not answer within {timeout_s:g} s",
+            f"`ssh {shlex.join(arguments)}` did not answer within {timeout_s:g} s",
             hint="look for a `Match exec` or CanonicalizeHostname in ~/.ssh/config that waits",
         ) from exc
-    if done.returncode != 0:
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if process.returncode != 0:
         raise ConfigError(
             f"ssh does not accept its configuration for {arguments[-1]}",
-            cause=_last_lines(done.stderr) or f"ssh exited with {done.returncode}",
-            hint=f"run `ssh {' '.join(arguments)}` and mend what it names",
+            cause=_last_lines(stderr) or f"ssh exited with {process.returncode}",
+            hint=f"run `ssh {shlex.join(arguments)}` and mend what it names",
         )
-    return done.stdout.decode(errors="surrogateescape")
+    return stdout.decode(errors="surrogateescape")
 
 
 def resolve(node: NodeSpec, run: RunSsh = run_ssh, *, environ: Mapping[str, str] | None = None) -> SshTarget:

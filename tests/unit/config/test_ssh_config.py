@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -117,10 +118,23 @@ def test_a_broken_ssh_config_is_a_config_error(tmp_path: Path) -> None:
 
 
 @needs_ssh
-def test_an_ssh_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
-    (tmp_path / "config").write_text('Match exec "sleep 30"\n  User x\n')
+def test_an_ssh_that_hangs_is_ended_at_the_deadline_with_its_children(tmp_path: Path) -> None:
+    (tmp_path / "config").write_text(f'Match exec "echo $$ > {tmp_path}/pid; exec sleep 60"\n  User x\n')
     with pytest.raises(TimeoutExpired):
-        run_ssh(["-F", str(tmp_path / "config"), "-G", "--", "a"], timeout_s=0.3)
+        run_ssh(["-F", str(tmp_path / "config"), "-G", "--", "a"], timeout_s=1.5)
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not is_running(pid)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return "State:\tZ" not in status  # an orphan nobody has reaped yet is dead all the same
 
 
 def no_ssh(arguments: Sequence[str]) -> None:
