@@ -78,7 +78,13 @@ def test_match_exec_is_left_to_ssh() -> None:
 
 @needs_ssh
 def test_hosts_of_an_included_file(tmp_path: Path) -> None:
-    text = (FIXTURES / "homelab-config").read_text().replace("Include ", f"Include {FIXTURES}/")
+    included = tmp_path / "home.cloud"
+    included.write_text((FIXTURES / "homelab-config.d/home.cloud").read_text())
+    included.chmod(0o600)  # ssh refuses an included file that others can write
+    text = (
+        (FIXTURES / "homelab-config").read_text().replace("Include homelab-config.d", f"Include {tmp_path}")
+    )
+    text = text.replace(f"{tmp_path}/*", str(included))
     (tmp_path / "config").write_text(text)
     target = ask(tmp_path / "config", "node1")
     assert (target.hostname, target.user) == ("node1.lan", "alice")
