@@ -80,10 +80,13 @@ class Bridge:
             "arm": self._arm,
             "attach": self._attach,
             "clean": self._clean,
-            "ping": lambda _frame: self.say(Frame("ping")),
+            "ping": self._ping,
         }.get(frame.type)
         if handler is not None:
             handler(frame)
+
+    def _ping(self, _frame: Frame) -> None:
+        self.say(Frame("ping"))
 
     # -- runs
 
@@ -126,15 +129,17 @@ class Bridge:
         """Carry bytes both ways until either end closes."""
         signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         while True:
-            ready, _, _ = select.select([0, agent], [], [])
-            for source in ready:
-                data = os.read(0, READ_BYTES) if source == 0 else _receive(agent)
+            ready, _, _ = select.select([0, agent.fileno()], [], [])
+            if 0 in ready:
+                data = os.read(0, READ_BYTES)
                 if not data:
                     return
-                if source == 0:
-                    agent.sendall(data)
-                else:
-                    write_all(1, data)
+                agent.sendall(data)
+            if agent.fileno() in ready:
+                data = _receive(agent)
+                if not data:
+                    return
+                write_all(1, data)
 
     # -- files
 

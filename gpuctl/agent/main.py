@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pwd
+import shutil
 import signal
 import socket
 import struct
@@ -59,6 +60,7 @@ class Agent:
         self.record: RunRecord | None = None
         self._created_at: float | None = None
         self._node: NodePlan | None = None
+        self._tls = ("", "")
         self._has_started = False
         self._is_leaving = False
         self._unproven: set[Link] = set()
@@ -127,16 +129,20 @@ class Agent:
         handler = {
             "secrets": self._on_secrets,
             "arm": self._on_arm,
+            "join": self._on_join,
             "start": self._on_start,
             "stop": self._on_stop,
             "kill": self._on_kill,
             "attach": self._on_attach,
             "status": self._on_status,
             "stacks": self._on_stacks,
-            "ping": lambda peer, _frame: peer.send(Frame("ping")),
+            "ping": self._on_ping,
         }.get(frame.type)
         if handler is not None:
             handler(link, frame)
+
+    def _on_ping(self, link: Link, _frame: Frame) -> None:
+        link.send(Frame("ping"))
 
     def _on_secrets(self, _link: Link, frame: Frame) -> None:
         self.secrets.update({str(k): str(v) for k, v in frame.get("values", {}).items()})
@@ -159,13 +165,28 @@ class Agent:
             self.loop, plan, node, self.home, self.run_dir, self.secrets, self._report
         )
         self.record = replace(self.record, kill_method=self.supervisor.killer.name)
-        reasons = self.supervisor.arm()
+        self._tls = (str(frame.get("certificate", "")), str(frame.get("key", "")))
+        reasons = self.supervisor.check()
+        if not reasons and node.node_rank == plan.lead:
+            # only the lead locks now: of two launches on the same nodes exactly one gets past here
+            reasons = self.supervisor.arm()
         if reasons:
             self._refuse(reasons)
         elif node.node_rank == plan.lead:
-            self._arm_lead(plan, node, frame)
+            self._arm_lead(plan, node)
         else:
-            self._join_lead(plan, node, frame)
+            self._arming_client.send(Frame("checked"))
+
+    def _on_join(self, link: Link, frame: Frame) -> None:
+        """The second half of arming on every node but the lead: lock, and dial the lead."""
+        if self.supervisor is None or self.lead_link is not None or link is not self._arming_client:
+            return
+        reasons = self.supervisor.arm()
+        if reasons:
+            self._refuse(reasons)
+            return
+        assert self._node is not None
+        self._join_lead(self.supervisor.plan, self._node, frame)
 
     def _first_record(self, plan: Plan, node: NodePlan, is_detached: bool) -> RunRecord:
         mine = identity.identify(os.getpid())
@@ -193,7 +214,7 @@ class Agent:
         self._arming_client.send(Frame("refused", {"reasons": reasons}))
         self._leave(RunState.FAILED, "; ".join(reasons))
 
-    def _arm_lead(self, plan: Plan, node: NodePlan, frame: Frame) -> None:
+    def _arm_lead(self, plan: Plan, node: NodePlan) -> None:
         self.lead = Lead(self.loop, plan, self.recorder, self._run_ended)
         self.lead.clients.append(self._arming_client)
         assert self.supervisor is not None
@@ -201,19 +222,17 @@ class Agent:
         port = None
         if len(plan.nodes) > 1:
             try:
-                port = self._listen_for_agents(plan, node, frame)
+                port = self._listen_for_agents(plan, node)
             except OSError as exc:
                 self._refuse([f"cannot listen for the other agents: {exc}"])
                 return
         self._set_state(self.lead.state)
         self._arming_client.send(Frame("armed", {"address": node.address, "port": port}))
 
-    def _listen_for_agents(self, plan: Plan, node: NodePlan, frame: Frame) -> int:
+    def _listen_for_agents(self, plan: Plan, node: NodePlan) -> int:
         from gpuctl.agent import tls
 
-        self._server_context = tls.context(
-            frame.fields["certificate"], frame.fields["key"], str(self.run_dir.path), is_server=True
-        )
+        self._server_context = tls.context(*self._tls, str(self.run_dir.path), is_server=True)
         family = socket.AF_INET6 if ":" in node.address else socket.AF_INET
         # the store takes its port from the front of the range, the agents theirs from its end
         ports = [0] if plan.ports is None else list(range(plan.ports.last, plan.ports.first - 1, -1))
@@ -272,9 +291,7 @@ class Agent:
         from gpuctl.agent import tls
 
         address, port = frame.fields["lead_address"], int(frame.fields["lead_port"])
-        context = tls.context(
-            frame.fields["certificate"], frame.fields["key"], str(self.run_dir.path), is_server=False
-        )
+        context = tls.context(*self._tls, str(self.run_dir.path), is_server=False)
         try:
             # blocking is right here: nothing else can happen on this node before it is joined
             raw = socket.create_connection((address, port), timeout=HANDSHAKE_S)
@@ -475,7 +492,15 @@ class Agent:
             listener.close()
         with contextlib.suppress(OSError):
             os.unlink(self.run_dir.path / "tls.pem")
+        if not self._has_started:
+            self._leave_no_trace()
         self._stop_when_drained(time.monotonic() + DRAIN_S)
+
+    def _leave_no_trace(self) -> None:
+        """Remove a run that never started: the client was told why."""
+        shutil.rmtree(self.run_dir.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another node's part of it may lie there too
+            self.run_dir.path.parent.rmdir()
 
     def _stop_when_drained(self, deadline: float) -> None:
         links = list(self.clients)

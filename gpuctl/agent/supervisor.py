@@ -94,11 +94,13 @@ class Supervisor:
 
     # -- arming
 
+    def check(self) -> list[str]:
+        """Return everything that would keep the ranks from starting here."""
+        return reasons_not_to_start(self.plan, self.node, self.home, self.run_dir, self._env)
+
     def arm(self) -> list[str]:
-        """Check everything a start needs and take the locks; return the reasons against it."""
-        reasons = reasons_not_to_start(self.plan, self.node, self.home, self.run_dir, self._env)
-        if not reasons:
-            reasons = self._take_locks()
+        """Take the locks and start the fork server; return who holds a lock already."""
+        reasons = self._take_locks()
         if not reasons and self.plan.program.is_bundled:
             self._start_server()
         return reasons

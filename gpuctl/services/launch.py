@@ -13,6 +13,7 @@ from typing import Any
 from gpuctl.agent.frames import Frame
 from gpuctl.core.cluster import labels
 from gpuctl.core.codec import from_json, to_json
+from gpuctl.core.nodeset import fold
 from gpuctl.core.plan import NodePlan, Plan
 from gpuctl.core.run import RankFailure, RunRecord, RunState
 from gpuctl.errors import AgentError, CheckFailed, GpuctlError, TimeoutExpired, UnreachableError
@@ -35,11 +36,17 @@ Event = dict[str, Any]
 
 @dataclass
 class Interrupts:
-    """How often the user pressed Ctrl-C; filled by a signal handler, read by the follower."""
+    """How often the user pressed Ctrl-C; filled by a signal handler, read by the follower.
+
+    Before the run has started there is nothing to stop gracefully: a press is KeyboardInterrupt.
+    """
 
     count: int = 0
+    is_following: bool = False
 
     def press(self) -> None:
+        if not self.is_following:
+            raise KeyboardInterrupt
         self.count += 1
 
 
@@ -108,20 +115,14 @@ def launch(
     links = _open_links(plan, reach)
     try:
         _upload(links, uploads)
-        _stop_if_interrupted(interrupts)
         _arm(plan, links, secrets or {}, is_detached)
-        _stop_if_interrupted(interrupts)
+        interrupts.is_following = True
         links[plan.lead].send(Frame("start"))
         return _Follower(plan, reach, links, listener, interrupts, is_detached).follow()
     finally:
         # a link that closes before the start takes its agent along: all or none
         for link in links.values():
             link.close()
-
-
-def _stop_if_interrupted(interrupts: Interrupts) -> None:
-    if interrupts.count:
-        raise KeyboardInterrupt
 
 
 def interpreter_of(node: NodePlan) -> Interpreter:
@@ -170,58 +171,54 @@ def _upload(links: Mapping[int, NodeLink], uploads: Uploads) -> None:
 def _arm(
     plan: Plan, links: Mapping[int, NodeLink], secrets: Mapping[int, Mapping[str, str]], is_detached: bool
 ) -> None:
-    """The barrier: the lead first (the others need its port), then all others at once."""
+    """The barrier: every node checks at once, the lead locks first, then all others lock and join it."""
     certificate = make_certificate(plan.run_id) if len(plan.nodes) > 1 else None
     base = {"plan": to_json(plan), "created_at": time.time(), "is_detached": is_detached}
     if certificate is not None:
         base.update(certificate=certificate.certificate, key=certificate.key)
-    lead_fields: dict[str, Any] = {}
-    problems: dict[str, GpuctlError] = {}
+    names = labels([n.host for n in plan.nodes])
+    nodes = dict(zip(names, plan.nodes, strict=True))
 
-    def arm_one(node: NodePlan) -> Frame:
+    def check_one(node: NodePlan) -> Frame:
         link = links[node.node_rank]
         if secrets.get(node.node_rank):
             link.send(Frame("secrets", {"values": dict(secrets[node.node_rank])}))
-        fields = {**base, **lead_fields, "node_rank": node.node_rank}
-        return link.request(Frame("arm", fields), "armed", timeout_s=ARM_S)
+        reply = "armed" if node.node_rank == plan.lead else "checked"
+        return link.request(Frame("arm", {**base, "node_rank": node.node_rank}), reply, timeout_s=ARM_S)
 
-    lead = plan.lead_node
-    try:
-        answer = arm_one(lead)
-        lead_fields.update(lead_address=answer.get("address"), lead_port=answer.get("port"))
-    except GpuctlError as exc:
-        problems[lead.host] = exc
-    names = labels([n.host for n in plan.nodes])
-    others = {name: n for name, n in zip(names, plan.nodes, strict=True) if n.node_rank != plan.lead}
-    if problems:
-        raise _not_armed(plan, problems)
-    group = fanout(others, arm_one, timeout_s=ARM_S + 5)
-    problems.update(group.failures)
-    if problems:
-        raise _not_armed(plan, problems)
+    checked = fanout(nodes, check_one, timeout_s=ARM_S + 5)
+    if checked.failures:
+        raise _not_armed(plan, checked.failures)
+    lead = checked.values()[names[plan.lead]]
+    join = Frame("join", {"lead_address": lead.get("address"), "lead_port": lead.get("port")})
+
+    def join_one(node: NodePlan) -> Frame:
+        return links[node.node_rank].request(join, "armed", timeout_s=ARM_S)
+
+    others = {name: node for name, node in nodes.items() if node.node_rank != plan.lead}
+    joined = fanout(others, join_one, timeout_s=ARM_S + 5)
+    if joined.failures:
+        raise _not_armed(plan, joined.failures)
 
 
-def _not_armed(plan: Plan, problems: Mapping[str, Exception]) -> GpuctlError:
+def _not_armed(plan: Plan, problems: Mapping[str, GpuctlError]) -> GpuctlError:
     """Return one error for all nodes that refused; exit code 1 for a refusal, 3 for a lost node."""
-    texts = [_text(host, exc) for host, exc in problems.items()]
+    folded: dict[str, list[str]] = {}
+    for name, exc in problems.items():
+        text = exc.message.removeprefix(f"{name}: ")
+        folded.setdefault(f"{text}: {exc.cause}" if exc.cause else text, []).append(name)
     refused = all(isinstance(exc, AgentError) for exc in problems.values())
     kind = CheckFailed if refused else UnreachableError
-    missing = any("--sync" in text for text in texts)
-    hint = "carry the folder over with `--sync`, or set `workdir:`" if missing else None
-    if any("is busy" in text or "held by" in text for text in texts):
-        hint = "see who holds it with `gpuctl status`; end it with `gpuctl stop RUN`"
+    hint = None
+    if any("--sync" in text for text in folded):
+        hint = "carry the folder over with `--sync`, or set `workdir:` in the cluster file"
+    elif any("held by run" in text for text in folded):
+        hint = "`gpuctl status` shows the run that holds it, `gpuctl stop RUN` ends it"
     return kind(
         f"{len(problems)} of {len(plan.nodes)} nodes cannot start; nothing was started",
-        cause="\n".join(texts),
+        cause="\n".join(f"{fold(names)}: {text}" for text, names in folded.items()),
         hint=hint,
     )
-
-
-def _text(host: str, exc: Exception) -> str:
-    message = exc.message if isinstance(exc, GpuctlError) else str(exc)
-    cause = exc.cause if isinstance(exc, GpuctlError) else None
-    text = message if message.startswith(host) else f"{host}: {message}"
-    return f"{text}: {cause}" if cause else text
 
 
 class _Follower:
@@ -244,7 +241,6 @@ class _Follower:
         self.interrupts = interrupts
         self.is_detached = is_detached
         self._handled = 0
-        self._has_started = False
         self._started_nodes: set[str] = set()
 
     def follow(self) -> Outcome:
@@ -273,9 +269,7 @@ class _Follower:
 
     def _on_event(self, event: Event) -> None:
         self.listener.on_event(event)
-        if event.get("event") == "started":
-            self._has_started = True
-        elif event.get("event") == "phase" and event.get("phase") == "started":
+        if event.get("event") == "phase" and event.get("phase") == "started":
             self._started_nodes.add(str(event.get("node_rank")))
             if self._all_started():
                 self._leave_the_others()
@@ -306,8 +300,6 @@ class _Follower:
             return
         self._handled = self.interrupts.count
         if self._handled >= 3:
-            raise KeyboardInterrupt
-        if not self._has_started and self.is_detached:
             raise KeyboardInterrupt
         if self._handled == 1:
             self.lead.send(Frame("stop", {"grace_s": self.plan.failure.grace_s, "by": "Ctrl-C"}))
