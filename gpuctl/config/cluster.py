@@ -103,9 +103,11 @@ def _read_capped(file: IO[bytes], name: str) -> bytes:
 def _validate(document: Document) -> ClusterSpec:
     value = document.value
     if not isinstance(value, dict):
-        what = "it is empty" if value is None else f"it is a {type(value).__name__}, not keys and values"
+        kind = {list: "a list", str: "text"}.get(type(value), "a number")
         raise ConfigError(
-            f"{document.name}: not a cluster file", cause=what, hint="`gpuctl init` writes one to start from"
+            f"{document.name}: not a cluster file",
+            cause="it is empty" if value is None else f"it is {kind}, not keys and values",
+            hint="a hostfile goes to -H; `gpuctl init` writes a cluster file to start from",
         )
     version = value.get("version", VERSION)
     if version != VERSION or isinstance(version, bool):

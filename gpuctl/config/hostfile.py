@@ -82,7 +82,7 @@ def parse_hostfile(text: str, name: str) -> Hostfile:
         where = f"{name}:{number}"
         for host in _parse_line(re.split(r"\s+[#;]", line)[0], number, where, dialect):
             if len(found) >= MAX_NODES:
-                raise ConfigError(f"{where}: more than {MAX_NODES:,} hosts")
+                raise ConfigError(f"{where}: more than {MAX_NODES:,} hosts", hint="check the ranges")
             found[host.host] = _join(found.get(host.host), host, where, dialect)
     return Hostfile(tuple(found.values()), dialect, name)
 
@@ -93,7 +93,7 @@ def parse_host_list(text: str, name: str = "-H") -> Hostfile:
     for item in re.split(r",(?![^\[]*\])", text):
         for host in _parse_host(item.strip(), name, "list"):
             if len(found) >= MAX_NODES:
-                raise ConfigError(f"{name}: more than {MAX_NODES:,} hosts")
+                raise ConfigError(f"{name}: more than {MAX_NODES:,} hosts", hint="check the ranges")
             found[host.host] = _join(found.get(host.host), host, name, "list")
     return Hostfile(tuple(found.values()), "list", name)
 

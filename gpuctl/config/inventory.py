@@ -76,7 +76,11 @@ def _from_sinfo(lines: list[str], name: str) -> Inventory:
         else:
             notes.append(f"left out: {nodes} is {state}")
     if not names:
-        raise ConfigError(f"{name}: no node is {', '.join(sorted(USABLE_STATES))}", cause="; ".join(notes))
+        raise ConfigError(
+            f"{name}: no node is {', '.join(sorted(USABLE_STATES))}",
+            cause="; ".join(notes),
+            hint="name nodes yourself: `gpuctl init --nodelist gpu[01-04]`",
+        )
     # sinfo groups by state: the order of its lines says nothing, so the short form may sort.
     return Inventory("Slurm's sinfo", hosts_of(expand(fold(names))), tuple(notes))
 

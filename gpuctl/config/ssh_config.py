@@ -192,7 +192,10 @@ def parse_jump(text: str) -> Jump:
     """Parse one hop: ``[user@]host[:port]`` or an ``ssh://`` URI."""
     match = _JUMP.fullmatch(text.strip())
     if not match:
-        raise ConfigError(f"ProxyJump {text!r} in ssh_config is not [user@]host[:port]")
+        raise ConfigError(
+            f"ProxyJump {text!r} in ssh_config is not [user@]host[:port]",
+            hint="mend it in ~/.ssh/config; an IPv6 address stands in brackets",
+        )
     port = int(match["port"]) if match["port"] else None
     return Jump(check_host(match["v6"] or match["host"]), match["user"], port)
 

@@ -65,12 +65,17 @@ def _apply(tree: dict[str, Any], setting: str) -> yaml_loader.Path:
         if fields and name not in fields:
             raise ConfigError(f"--set {setting}: unknown key {name!r}", hint=_did_you_mean(name, fields))
         if not fields and typing.get_origin(cls) is not dict:
-            raise ConfigError(f"--set {setting}: {path[step - 1]!r} has no keys below it")
+            raise ConfigError(
+                f"--set {setting}: {path[step - 1]!r} has no keys below it",
+                hint=f"write --set {'.'.join(path[:step])}={value}",
+            )
         cls = fields.get(name, str)
         if step < len(path) - 1:
             inner = holder.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise ConfigError(f"--set {setting}: {name!r} has no keys below it")
+                raise ConfigError(
+                    f"--set {setting}: {name!r} has no keys below it", hint="an earlier --set made it a value"
+                )
             holder = inner
     holder[path[-1]] = value if cls is str else resolve_scalar(value)
     return path

@@ -60,7 +60,7 @@ class Document:
 
 def load_document(text: str, name: str) -> Document:
     """Read one YAML document; ``name`` is what messages call it. Raises ConfigError with its line."""
-    _check_size(text, name)
+    _check_characters(text, name)
     _check_tabs(text, name)
     reader = _Reader(name)
     try:
@@ -69,7 +69,9 @@ def load_document(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as exc:
         raise _syntax_error(exc, text, name) from exc
     except yaml.YAMLError as exc:
-        raise ConfigError(f"{name} is not readable text", cause=str(exc).splitlines()[0]) from exc
+        raise ConfigError(
+            f"{name} is not YAML", cause=str(exc).splitlines()[0], hint="is it a text file?"
+        ) from exc
     return Document(reader.value, name, reader.lines, reader.texts)
 
 
@@ -209,12 +211,20 @@ def _line(event: yaml.Event) -> int:
     return event.start_mark.line + 1
 
 
-def _check_size(text: str, name: str) -> None:
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError as exc:
-        line = text.count("\n", 0, exc.start) + 1
-        raise ConfigError(f"{name}:{line}: not Unicode text") from exc
+# What YAML 1.2 section 5.1 lets stand in a text; a lone surrogate is not even Unicode.
+_FORBIDDEN = re.compile("[^\t\n\r\x20-\x7e\x85\xa0-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+
+
+def _check_characters(text: str, name: str) -> None:
+    body = text.removeprefix("\ufeff")
+    found = _FORBIDDEN.search(body)
+    if found:
+        line = body.count("\n", 0, found.start()) + 1
+        raise ConfigError(
+            f"{name}:{line}: the character {found[0]!a} cannot stand in YAML",
+            hint="remove it; is it a text file?",
+        )
+    size = len(text.encode())
     if size > MAX_BYTES:
         raise ConfigError(
             f"{name} has {size:,} bytes; a YAML file here has at most {MAX_BYTES:,}",
@@ -236,7 +246,7 @@ def _check_tabs(text: str, name: str) -> None:
 def _syntax_error(exc: yaml.MarkedYAMLError, text: str, name: str) -> ConfigError:
     mark = exc.problem_mark or exc.context_mark
     if mark is None:
-        return ConfigError(f"{name} is not YAML", cause=exc.problem)
+        return ConfigError(f"{name} is not YAML", cause=exc.problem, hint="is it a text file?")
     lines = text.split("\n")
     line = lines[mark.line].strip() if mark.line < len(lines) else ""
     hint = "check the indentation and the colons around this line"

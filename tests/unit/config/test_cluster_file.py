@@ -347,6 +347,7 @@ def assert_cluster_or_error(text: str) -> None:
     except ConfigError as exc:
         assert exc.message.startswith("c.yaml")
         assert exc.message.isprintable()
+        assert exc.hint
     assert time.monotonic() - started < 1
 
 

@@ -56,7 +56,7 @@ def test_text_stays_text_and_null_is_nothing() -> None:
         ("", ["steps"], "--set steps: not key=value", "write --set optim.lr=1e-3"),
         ("", ["stepz=1"], "--set stepz=1: unknown key 'stepz'", "did you mean 'steps'?"),
         ("", ["steps=no"], "--set steps=no: steps: input should be a valid integer", "for example steps=50"),
-        ("", ["model.dim.x=1"], "--set model.dim.x=1: 'dim' has no keys below it", None),
+        ("", ["model.dim.x=1"], "--set model.dim.x=1: 'dim' has no keys below it", "write --set model.dim=1"),
         ("", ["optim=3"], "--set optim=3: optim: input should be an object", None),
     ],
 )
