@@ -103,7 +103,7 @@ def _read_capped(file: IO[bytes], name: str) -> bytes:
 def _validate(document: Document) -> ClusterSpec:
     value = document.value
     if not isinstance(value, dict):
-        kind = {list: "a list", str: "text"}.get(type(value), "a number")
+        kind = "a list" if isinstance(value, list) else "text" if isinstance(value, str) else "a number"
         raise ConfigError(
             f"{document.name}: not a cluster file",
             cause="it is empty" if value is None else f"it is {kind}, not keys and values",

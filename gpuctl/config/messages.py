@@ -53,13 +53,15 @@ def spec_error(exc: ValidationError, document: Document) -> ConfigError:
     # A key that is missing is most often one that is there under a wrong name: that is said first.
     errors = sorted(
         exc.errors(include_url=False),
-        key=lambda error: (document.line(_document_path(error["loc"], document)), error["type"] == "missing"),
+        key=lambda error: (error["type"] == "missing", document.line(_document_path(error["loc"], document))),
     )
-    lines = list(dict.fromkeys(document.line(_document_path(error["loc"], document)) for error in errors))
+    lines = {document.line(_document_path(error["loc"], document)) for error in errors}
     path = _document_path(errors[0]["loc"], document)
     message, hint = _words(errors[0], path, document)
     return ConfigError(
-        f"{document.where(path)}: {message}", cause=_other_lines(lines[1:]), hint=hint or _example(path)
+        f"{document.where(path)}: {message}",
+        cause=_other_lines(sorted(lines - {document.line(path)})),
+        hint=hint or _example(path),
     )
 
 

@@ -112,7 +112,7 @@ def test_the_least_file_takes_the_defaults() -> None:
 NODE = "nodes:\n- host: a\n"
 ERRORS = [
     ("nodez:\n- host: a\n", "1: unknown key 'nodez'", "did you mean 'nodes'?"),
-    ("hosts:\n- host: a\n", "1: unknown key 'hosts'", "did you mean 'nodes'?"),
+    ("version: 1\n\nhosts:\n- host: a\n", "3: unknown key 'hosts'", "did you mean 'nodes'?"),
     (NODE + "  usr: me\n", "3: unknown key 'usr'", "did you mean 'user'?"),
     (NODE + "  num_gpus: 8\n", "3: unknown key 'num_gpus'", "did you mean 'gpus'?"),
     (NODE + "user: me\n", "3: unknown key 'user'", "'user' belongs under `defaults:`"),
