@@ -24,6 +24,7 @@ from typing import Any
 from gpuctl.agent import identity
 from gpuctl.agent.bootstrap import install_tree, is_intact, private_dir
 from gpuctl.agent.frames import PROTOCOL, Decoder, Frame, encode
+from gpuctl.agent.logtimes import offset_since, read_index, times_between
 from gpuctl.agent.paths import Home, RunDir, connect_unix
 from gpuctl.core.codec import from_json, to_json
 from gpuctl.core.run import RunRecord, RunState
@@ -180,10 +181,16 @@ class Bridge:
             generation = record.generation if record is not None else 0
         path = log_path(run_dir, frame.fields["stream"], int(frame.get("rank", 0)), int(generation))
         offset, size = int(frame.get("offset", 0)), int(frame.get("max_bytes", READ_BYTES))
+        index = read_index(path) if frame.get("with_times") or frame.get("since") is not None else []
+        if frame.get("since") is not None:
+            since = offset_since(index, float(frame.fields["since"]))
+            offset = file_size(path) if since is None else since
         data, start = read_from(path, offset, min(size, READ_BYTES), frame.get("tail_lines"))
         fields = {
             "offset": start,
             "next_offset": start + len(data),
+            "skipped_bytes": max(0, start - offset) if frame.get("tail_lines") is None else 0,
+            "times": times_between(index, start, start + len(data)) if frame.get("with_times") else [],
             "generation_read": generation,
             "state": record.state.value if record is not None else None,
         }
@@ -286,8 +293,9 @@ def read_from(path: Path, offset: int, size: int, tail_lines: int | None) -> tup
         return b"", max(0, offset)
     with os.fdopen(fd, "rb") as file:
         if tail_lines is None:
-            file.seek(offset)
-            return file.read(size), offset
+            start = _next_data(file.fileno(), offset)
+            file.seek(start)
+            return file.read(size), start
         end = file.seek(0, os.SEEK_END)
         start = max(0, end - size)
         file.seek(start)
@@ -295,6 +303,22 @@ def read_from(path: Path, offset: int, size: int, tail_lines: int | None) -> tup
     lines = data.splitlines(keepends=True)
     kept = b"".join(lines[-tail_lines:]) if tail_lines > 0 else b""
     return kept, start + len(data) - len(kept)
+
+
+def _next_data(fd: int, offset: int) -> int:
+    """Return where the bytes at or after ``offset`` begin: a log beyond its cap has a hole."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA)
+    except OSError:  # at the end of the file, or a file system that knows no holes
+        return offset
+
+
+def file_size(path: Path) -> int:
+    """Return the size of a file, 0 when it is not there."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def copy_tree(source: Path, target: Path) -> None:

@@ -12,6 +12,8 @@ import os
 import time
 from pathlib import Path
 
+from gpuctl.agent.logtimes import TimeIndex
+
 CAP_BYTES = 64 << 20
 #: The part at the front that is kept: start-up, versions, the first error.
 HEAD_FRACTION = 0.5
@@ -36,6 +38,7 @@ class CappedFile:
         self._fd = -1
         self._retry_at = 0.0
         self._gap = 0
+        self._times = TimeIndex(path)
 
     def write(self, data: bytes) -> OSError | None:
         """Append ``data``; return the error when (part of) it could not be written."""
@@ -47,6 +50,7 @@ class CappedFile:
         try:
             self._open()
             self._mark_gap()
+            self._times.note(self._size)
             while view:
                 written = os.write(self._fd, view)
                 self._size += written
@@ -61,6 +65,7 @@ class CappedFile:
 
     def close(self) -> None:
         """Close the file."""
+        self._times.close()
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

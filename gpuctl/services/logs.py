@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gpuctl.agent.frames import Frame
 from gpuctl.core.run import RunState
@@ -24,6 +24,8 @@ class LogLine:
     rank: int
     stream: str
     data: bytes
+    time: float | None = None
+    """When it came (Unix time, to some 0.1 s); None when that was not asked for or is not known."""
 
 
 @dataclass
@@ -38,7 +40,6 @@ class _Source:
     generation: int | None = None
     rest: bytes = b""
     state: str | None = None
-    lines: list[bytes] = field(default_factory=list)
 
 
 def select_ranks(run: Run, ranks: Sequence[int] | None, node: str | None) -> list[int]:
@@ -81,21 +82,25 @@ def read_logs(
     on_line: Callable[[LogLine], None],
     *,
     tail_lines: int | None = None,
+    since: float | None = None,
+    with_times: bool = False,
     is_following: bool = False,
     streams: Sequence[str] = ("out", "err"),
 ) -> RunState | None:
     """Give the lines of ``ranks`` to ``on_line``; following, until the run has ended.
 
-    Returns the run's state as last seen. Raises UnknownRun when a rank's node did not answer.
+    ``since`` (Unix time) leaves out what came before it. Returns the run's state as last seen.
+    Raises UnknownRun when a rank's node did not answer.
     """
     links: dict[str, NodeLink] = {}
     try:
         sources = _sources(run, connections, ranks, streams, links)
+        first = {"tail_lines": tail_lines, "since": since, "with_times": with_times}
         for source in sources:
-            _read_more(run, source, on_line, tail_lines)
+            _read_more(run, source, on_line, first)
         while is_following:
             states = [source.state for source in sources]
-            moved = [_read_more(run, source, on_line, None) for source in sources]
+            moved = [_read_more(run, source, on_line, {"with_times": with_times}) for source in sources]
             if not any(moved):
                 if any(state is not None and RunState(state).is_final for state in states):
                     break
@@ -130,7 +135,9 @@ def _sources(
     return sources
 
 
-def _read_more(run: Run, source: _Source, on_line: Callable[[LogLine], None], tail_lines: int | None) -> bool:
+def _read_more(
+    run: Run, source: _Source, on_line: Callable[[LogLine], None], options: Mapping[str, object]
+) -> bool:
     """Read what is new in one file; return whether there was anything."""
     any_data = False
     while True:
@@ -141,9 +148,11 @@ def _read_more(run: Run, source: _Source, on_line: Callable[[LogLine], None], ta
             "stream": source.stream,
             "max_bytes": CHUNK_BYTES,
             "offset": source.offset or 0,
+            "with_times": options.get("with_times"),
         }
-        if tail_lines is not None and source.offset is None:
-            fields["tail_lines"] = tail_lines
+        is_first = source.offset is None
+        if is_first:
+            fields.update(tail_lines=options.get("tail_lines"), since=options.get("since"))
         answer = source.link.request(Frame("read_log", fields), "log", timeout_s=ASK_S)
         if source.generation is not None and answer.get("generation_read") != source.generation:
             # a restart: its files begin at 0 again
@@ -154,8 +163,25 @@ def _read_more(run: Run, source: _Source, on_line: Callable[[LogLine], None], ta
         if not answer.payload:
             return any_data
         any_data = True
-        *lines, source.rest = (source.rest + answer.payload).split(b"\n")
-        for line in lines:
-            on_line(LogLine(source.rank, source.stream, line))
-        if tail_lines is not None:
+        _give_lines(source, answer, on_line)
+        if is_first and options.get("tail_lines") is not None:
             return any_data
+
+
+def _give_lines(source: _Source, answer: Frame, on_line: Callable[[LogLine], None]) -> None:
+    """Cut the bytes of an answer into lines, each with the time its first byte came."""
+    if answer.get("skipped_bytes"):
+        said = f"[gpuctl: {answer.fields['skipped_bytes']} bytes in the middle were dropped]"
+        on_line(LogLine(source.rank, source.stream, said.encode()))
+        source.rest = b""
+    times = [(int(offset), float(at)) for at, offset in answer.get("times", [])]
+    position = int(answer.fields["offset"]) - len(source.rest)
+    *lines, source.rest = (source.rest + answer.payload).split(b"\n")
+    for line in lines:
+        at = next((when for offset, when in reversed(times) if offset <= position), None)
+        on_line(LogLine(source.rank, source.stream, line, at if at is not None else _first_time(times)))
+        position += len(line) + 1
+
+
+def _first_time(times: Sequence[tuple[int, float]]) -> float | None:
+    return times[0][1] if times else None
