@@ -59,3 +59,31 @@ def vendor_module(vendor: Vendor) -> VendorModule:
     """Load the implementation of ``vendor``."""
     module: VendorModule = VENDORS[vendor.value].load()
     return module
+
+
+def node_env(
+    vendor: Vendor, facts: NodeFacts, interface: str | None, gpus: Sequence[Gpu]
+) -> tuple[EnvVar, ...]:
+    """Return what the ranks of a node need for their collectives, each variable with its reason."""
+    return vendor_module(vendor).comm_env(facts, interface, gpus)
+
+
+def gloo_env(interface: str | None) -> tuple[EnvVar, ...]:
+    """Return Gloo's interface: one exact name; unset, it takes what the host name resolves to."""
+    if interface is None:
+        return ()
+    why = f"Gloo binds to {interface}, the way to the peers; unset it goes by the host name (127.0.1.1)"
+    return (EnvVar("GLOO_SOCKET_IFNAME", interface, why, "gloo"),)
+
+
+def nccl_interface(interface: str | None, source: str) -> tuple[EnvVar, ...]:
+    """Return NCCL's and RCCL's interface in the exact form: a bare name is a prefix there."""
+    if interface is None or interface == "lo":
+        return ()
+    why = f"bootstrap and sockets use exactly {interface}, the way to the peers"
+    return (EnvVar("NCCL_SOCKET_IFNAME", f"={interface}", why, source),)
+
+
+def cleared(name: str, kept: str, source: str) -> EnvVar:
+    """Return the removal of a second visibility mask: masks that add up hide GPUs."""
+    return EnvVar(name, "", f"only {kept} selects GPUs: two masks add up", source, is_unset=True)
