@@ -152,6 +152,7 @@ class LogPump:
 
     def _watch(self, stream: Stream) -> None:
         self._streams.add(stream)
+        stream.file.write(b"")  # the file is there from the start, also of a rank that says nothing
         self._selector.register(stream.fd, selectors.EVENT_READ, stream)
 
     def _begin_close(self) -> None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -70,8 +70,17 @@ def processes_of(run_id: str) -> dict[int, str]:
     return {pid: name for pid, name in found.items() if (s := identity.read_stat(pid)) and not s.is_dead}
 
 
+def script(directory: Path, code: str, *arguments: str) -> Program:
+    """Write a user's script and return the program that runs it."""
+    (directory / "user_script.py").write_text(code)
+    return Program(kind="script", argv=("user_script.py", *arguments))
+
+
 def make_plan(directory: Path, program: Program, *, num_nodes: int = 2, ranks_per_node: int = 2) -> Plan:
-    """Return the plan of CPU nodes on this machine, each with a state directory of its own."""
+    """Return the plan of CPU nodes on this machine, each with a state directory of its own.
+
+    Scripts run in ``directory``.
+    """
     extra = EnvVar("PYTHONPATH", str(HERE), "the tests' program", "test")
     nodes = tuple(
         NodePlan(
@@ -84,7 +93,7 @@ def make_plan(directory: Path, program: Program, *, num_nodes: int = 2, ranks_pe
             gpus=tuple(PlannedGpu(j) for j in range(ranks_per_node)),
             ranks=tuple(range(i * ranks_per_node, (i + 1) * ranks_per_node)),
             python=sys.executable,
-            workdir=str(HERE),
+            workdir=str(directory),
             state_dir=str(directory / f"n{i}"),
             env=(extra,),
         )
@@ -111,8 +120,9 @@ def bundled(mode: str = "ring", *, preload: tuple[str, ...] = (), **config: Any)
 class Run:
     """One launch: the client process, its events, the run's processes and directories."""
 
-    def __init__(self, plan: Plan, *, is_detached: bool = False) -> None:
+    def __init__(self, plan: Plan, *, is_detached: bool = False, prefix: Sequence[str] = ()) -> None:
         self.plan = plan
+        self.is_detached = is_detached
         self.events: list[dict[str, Any]] = []
         request = json.dumps({"plan": to_json(plan), "is_detached": is_detached})
         for node in plan.nodes:
@@ -120,7 +130,9 @@ class Run:
             Path(node.state_dir).mkdir(exist_ok=True)
         env = {**os.environ, "PYTHONPATH": str(Path(gpuctl.__file__).parents[1])}
         self.client = subprocess.Popen(
-            [sys.executable, str(HERE / "fault_client.py"), request], env=env, stdout=subprocess.PIPE
+            [*prefix, sys.executable, str(HERE / "fault_client.py"), request],
+            env=env,
+            stdout=subprocess.PIPE,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -144,8 +156,13 @@ class Run:
 
     def wait_until_stepping(self) -> None:
         """Return when all ranks have made a step."""
-        ranks = self.plan.world_size
-        until(lambda: self.events_written().count('"stepping"') == ranks, 30.0, f"no steps: {self.events}")
+
+        def all_step() -> bool:
+            is_over = not self.is_detached and self.client.poll() is not None
+            assert not is_over, f"the launch ended: {self.events}"
+            return self.events_written().count('"stepping"') == self.plan.world_size
+
+        until(all_step, 30.0, f"no steps: {self.events}")
 
     def events_written(self) -> str:
         """Return what the lead has written down of the run's events."""
@@ -157,6 +174,19 @@ class Run:
     def step(self) -> int:
         """Return the last step the client was told of."""
         return max((int(e["step"]) for e in list(self.events) if e.get("event") == "step"), default=0)
+
+    def log(self, rank: int, stream: str, generation: int = 0) -> bytes:
+        """Return a rank's log file as it is so far."""
+        node = self.plan.node_of(rank)
+        try:
+            return self.run_dir(node.node_rank).log(generation, rank, stream).read_bytes()
+        except FileNotFoundError:
+            return b""
+
+    def open_modes(self) -> list[Path]:
+        """Return every file and directory of the run that somebody else could read or write."""
+        paths = [p for i in range(len(self.plan.nodes)) for p in self.run_dir(i).path.rglob("*")]
+        return [p for p in paths if not p.is_symlink() and p.stat().st_mode & 0o077]
 
     def processes(self) -> dict[int, str]:
         return processes_of(self.run_id)
@@ -222,6 +252,7 @@ def running(directory: Path, program: Program, *, is_detached: bool = False) -> 
         run.wait_until_stepping()
         yield run
         assert not run.processes()
+        assert not run.open_modes()
     finally:
         run.close()
 

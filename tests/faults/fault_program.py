@@ -1,8 +1,8 @@
 """What the ranks of the fault tests run: steps until stopped, with strays beside them.
 
 ``config``: mode ``idle`` (steps, no communication) or ``ring`` (every step waits for a token from the
-rank before: who loses its neighbour hangs or fails, as in a collective); ``raise_at`` {rank: step};
-``deaf``: TERM is ignored.
+rank before: who loses its neighbour hangs or fails, as in a collective); ``is_deaf``: TERM
+is ignored; ``raise_at``, ``exit_at``, ``crash_at``, ``eat_at`` {rank: step}; ``orphans``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -26,12 +27,10 @@ def run(config: Mapping[str, Any], worker: Worker) -> None:
     if config.get("is_deaf"):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     ring = {"ring": _Ring, "gloo": _Gloo}[config["mode"]](worker) if config["mode"] != "idle" else None
-    raise_at = config.get("raise_at", {}).get(str(worker.env.rank))
     step = 0
     while not worker.stop_requested:
         step += 1
-        if step == raise_at:
-            raise ValueError(f"on purpose at step {step} [/x]")
+        _misbehave(config, str(worker.env.rank), step)
         if ring is not None:
             ring.turn()
         worker.phase("step", step)
@@ -42,6 +41,21 @@ def run(config: Mapping[str, Any], worker: Worker) -> None:
             print(f"step {step}", flush=True)
         time.sleep(STEP_S)
     worker.done(steps=step)
+
+
+def _misbehave(config: Mapping[str, Any], rank: str, step: int) -> None:
+    """Do what the test wants of this rank at this step."""
+    if config.get("raise_at", {}).get(rank) == step:
+        raise ValueError(f"on purpose at step {step} [/x]")
+    if config.get("exit_at", {}).get(rank) == step:
+        sys.exit(0)
+    if config.get("crash_at", {}).get(rank) == step:
+        exec(config["crash"])
+    if config.get("eat_at", {}).get(rank) == step:
+        bytearray(1 << 30)
+    if step == 1 and rank == "1":
+        for _ in range(config.get("orphans", 0)):
+            subprocess.Popen(["sh", "-c", "(sleep 0.01 &)"]).wait()
 
 
 class _Ring:
@@ -83,7 +97,7 @@ class _Gloo:
 
         from gpuctl.collectives import group
 
-        group.join(worker, "gloo", 60.0)
+        group.join(worker, backend="gloo", timeout_s=60.0)
         self._tensor = torch.ones(1000)
 
     def turn(self) -> None:
