@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from fault_client import spec_of
 import gpuctl
 from gpuctl.agent import identity
 from gpuctl.agent.bridge import read_record
+from gpuctl.agent.locks import DIRECTORY
 from gpuctl.agent.paths import RunDir
 from gpuctl.core.cluster import Failure
 from gpuctl.core.codec import to_json
@@ -183,6 +185,11 @@ class Run:
         except FileNotFoundError:
             return b""
 
+    def log_head(self, rank: int, num_bytes: int) -> bytes:
+        """Return the first bytes of a rank's stdout, however large it has become."""
+        with self.run_dir(self.plan.node_of(rank).node_rank).log(0, rank, "out").open("rb") as file:
+            return file.read(num_bytes)
+
     def open_modes(self) -> list[Path]:
         """Return every file and directory of the run that somebody else could read or write."""
         paths = [p for i in range(len(self.plan.nodes)) for p in self.run_dir(i).path.rglob("*")]
@@ -238,8 +245,16 @@ class Run:
                 if process is not None:
                     identity.send_signal(process, signal.SIGKILL)
             if not left:
-                return
+                break
             time.sleep(0.01)
+        self._remove_locks()
+
+    def _remove_locks(self) -> None:
+        """Remove the lock files of nodes that exist for one test only."""
+        for path in DIRECTORY.iterdir() if DIRECTORY.is_dir() else ():
+            with contextlib.suppress(OSError):
+                if self.run_id.encode() in path.read_bytes():
+                    path.unlink()
 
 
 @contextmanager
