@@ -2,7 +2,8 @@
 
 A pid alone names nobody: it is reused. A process is (boot id, pid, start ticks), and it is signalled
 through a pidfd that was opened first and verified afterwards. The few system calls that Python lacks
-(or that its builds against old headers lack) go through libc.
+(or that its builds against old headers lack) go through libc. The guardian lives on this module alone:
+no dataclasses here, which would bring a MiB of ``inspect`` along.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import errno
 import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # <linux/prctl.h>
 PR_SET_PDEATHSIG = 1
@@ -24,8 +25,7 @@ SYS_PIDFD_SEND_SIGNAL = 424
 SYS_PIDFD_OPEN = 434
 
 
-@dataclass(frozen=True)
-class ProcessId:
+class ProcessId(NamedTuple):
     """One process, for as long as the machine's history is told."""
 
     boot_id: str
@@ -33,8 +33,7 @@ class ProcessId:
     start_ticks: int
 
 
-@dataclass(frozen=True)
-class Stat:
+class Stat(NamedTuple):
     """What ``/proc/PID/stat`` says of a process."""
 
     pid: int

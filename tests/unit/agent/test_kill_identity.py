@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 
 import pytest
 from processes import end, fresh_tag, start_python, until
@@ -33,7 +32,7 @@ def test_a_process_is_alive_until_it_is_killed_even_as_a_zombie(sleeper):
 
 def test_a_stranger_with_the_same_pid_is_never_signalled(sleeper):
     name = identity.identify(sleeper.pid)
-    for stranger in (replace(name, start_ticks=name.start_ticks - 1), replace(name, boot_id="another boot")):
+    for stranger in (name._replace(start_ticks=name.start_ticks - 1), name._replace(boot_id="another boot")):
         assert not identity.is_alive(stranger)
         assert not identity.send_signal(stranger, signal.SIGKILL)
     assert sleeper.poll() is None and identity.is_alive(name)
