@@ -6,7 +6,11 @@ the fastest links), pipeline stages are far apart (they exchange the least).
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
+
+from gpuctl.core.training import ModelConfig
+from gpuctl.errors import DoesNotFit, UsageError
 
 
 @dataclass(frozen=True)
@@ -41,3 +45,48 @@ def coordinate_of(rank: int, dims: ParallelDims) -> Coordinate:
 def rank_of(at: Coordinate, dims: ParallelDims) -> int:
     """Return the rank at ``at``; the inverse of :func:`coordinate_of`."""
     return (at.pp * dims.dp + at.dp) * dims.tp + at.tp
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """One row of the table of strategies: what ``--strategy`` names."""
+
+    name: str
+    zero: int
+    summary: str
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "ddp": Strategy("ddp", 0, "every rank holds everything; gradients are all-reduced"),
+    "zero1": Strategy("zero1", 1, "optimizer state sharded; gradients reduce-scattered once a step"),
+    "zero2": Strategy("zero2", 2, "gradients sharded too; reduce-scattered every micro-batch"),
+}
+
+
+def resolve_dims(
+    strategy: str, world_size: int, *, tp: int | None, pp: int | None, zero: int | None, model: ModelConfig
+) -> ParallelDims:
+    """Return the degrees of ``strategy`` on ``world_size`` ranks.
+
+    Raises UsageError for an unknown strategy or degrees that contradict it, DoesNotFit for a layout
+    that this model or number of ranks cannot have.
+    """
+    row = STRATEGIES.get(strategy.replace("-", "").replace("_", "").lower())
+    if row is None:
+        near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
+        raise UsageError(
+            f"no strategy {strategy}",
+            cause="; ".join(f"{r.name}: {r.summary}" for r in STRATEGIES.values()),
+            hint=f"did you mean `-s {near[0]}`?" if near else "`-s zero2`",
+        )
+    if (tp or 1) > 1 or (pp or 1) > 1:
+        raise UsageError("tensor and pipeline parallelism are not there yet", hint="leave --tp and --pp out")
+    if zero is not None and zero != row.zero:
+        wanted = next((r.name for r in STRATEGIES.values() if r.zero == zero), None)
+        raise UsageError(
+            f"--zero {zero} contradicts -s {row.name}, which is stage {row.zero}",
+            hint=f"`-s {wanted}`" if wanted else None,
+        )
+    if model.num_heads % model.num_kv_heads:
+        raise DoesNotFit(f"{model.num_heads} heads cannot share {model.num_kv_heads} key/value heads evenly")
+    return ParallelDims(dp=world_size, zero=row.zero)
