@@ -1,6 +1,6 @@
 """The launching client as a process of its own, so that it can be interrupted and killed.
 
-``fault_client.py JSON``: {plan, is_detached}; prints the events as JSON lines, then the outcome.
+``fault_client.py JSON``: {plan, is_detached, namespaces}; prints the events as JSON lines, then the outcome.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import signal
 import sys
 from dataclasses import replace
 from typing import Any
+
+from wires import InNamespace
 
 from gpuctl.core.cluster import NodeSpec
 from gpuctl.core.codec import from_json, to_json
@@ -41,7 +43,9 @@ def main(text: str) -> int:
     signal.signal(signal.SIGINT, lambda *_: interrupts.press())
 
     def connection(node_rank: int) -> Connection:
-        return connect(spec_of(plan.nodes[node_rank]))
+        plain = connect(spec_of(plan.nodes[node_rank]))
+        names = request["namespaces"]
+        return InNamespace(plain, names[node_rank]) if names else plain
 
     reach = Reach({node.node_rank: connection(node.node_rank) for node in plan.nodes}, connection)
     listener = Listener(on_event=lambda event: say(**event), on_log=say_line)

@@ -122,11 +122,20 @@ def bundled(mode: str = "ring", *, preload: tuple[str, ...] = (), **config: Any)
 class Run:
     """One launch: the client process, its events, the run's processes and directories."""
 
-    def __init__(self, plan: Plan, *, is_detached: bool = False, prefix: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        is_detached: bool = False,
+        prefix: Sequence[str] = (),
+        namespaces: Sequence[str] = (),
+    ) -> None:
         self.plan = plan
         self.is_detached = is_detached
         self.events: list[dict[str, Any]] = []
-        request = json.dumps({"plan": to_json(plan), "is_detached": is_detached})
+        request = json.dumps(
+            {"plan": to_json(plan), "is_detached": is_detached, "namespaces": list(namespaces)}
+        )
         for node in plan.nodes:
             assert node.state_dir is not None
             Path(node.state_dir).mkdir(exist_ok=True)
