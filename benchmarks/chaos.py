@@ -199,9 +199,8 @@ def main() -> int:
     ends = sorted(v.end_s for v in verdicts if v.end_s is not None)
     bad = [v for v in verdicts if v.problems]
     if ends:
-        print(
-            f"from the last fault to the last process: median {statistics.median(ends):.2f} s, worst {ends[-1]:.2f} s"
-        )
+        middle = statistics.median(ends)
+        print(f"from the last fault to the last process: median {middle:.2f} s, worst {ends[-1]:.2f} s")
     made = Counter(name for verdict in verdicts for name in verdict.faults)
     print(f"{len(bad)} of {len(verdicts)} schedules with a problem; {made.total()} faults: {dict(made)}")
     if arguments.json is not None:
