@@ -134,7 +134,9 @@ def _tell(fd: int, exc: BaseException) -> None:
 
 def _raise_failure(pid: int, read_fd: int) -> None:
     """Wait until the child has called exec (the pipe closes), or raise what it says went wrong."""
-    ready, _, _ = select.select([read_fd], [], [], EXEC_LIMIT_S)
+    poll = select.poll()  # select() knows no descriptor above 1023
+    poll.register(read_fd, select.POLLIN)
+    ready = poll.poll(EXEC_LIMIT_S * 1000)
     text = os.read(read_fd, select.PIPE_BUF) if ready else b""
     if ready and not text:
         return

@@ -1,6 +1,6 @@
 """Two nodes, two ranks each, every one with strays: what ends what, how fast, and what is left of it.
 
-Each fault is made ROUNDS times (``GPUCTL_FAULT_ROUNDS``, 10 by default): median at most 1 s and worst at
+Each fault is made ``GPUCTL_FAULT_ROUNDS`` times (3; 10 in the nightly suite): median at most 1 s and worst at
 most 2 s from the fault to the last process on the last node; nothing left, by the environment tag that
 every process of a run carries; the cause named; and the next launch, which wants the same locks, works.
 """
