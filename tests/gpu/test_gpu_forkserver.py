@@ -1,6 +1,6 @@
 """Contract of the fork server on a GPU: it has imported torch and touched no driver; its ranks may.
 
-python -m pytest tests/gpu/test_forkserver.py
+python -m pytest tests/gpu/test_gpu_forkserver.py
 """
 
 # ruff: noqa: PTH208, PTH115 (descriptors are read through /proc)
