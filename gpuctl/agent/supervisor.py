@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from gpuctl.agent import forkclient, identity
@@ -234,8 +235,10 @@ class Supervisor:
             if data.get("digest"):
                 data["path"] = str(self.home.data(data["digest"]))
             config["training"] = {**training, "data": data}
+            # the run id, not the name: a second run of the same name has the same steps
             out = training.get("out")
-            config["checkpoint_dir"] = out or str(self.home.checkpoints(self.plan.name))
+            folder = Path(out) / self.plan.run_id if out else self.home.checkpoints(self.plan.run_id)
+            config["checkpoint_dir"] = str(folder)
         config["run_id"] = self.plan.run_id
         return config
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore, Work
 
 from gpuctl.agent.worker import RankEnv, Worker
 
@@ -25,7 +26,7 @@ class Group:
     local_rank: int
     device: torch.device
     backend: str
-    store: dist.Store
+    store: Store
 
 
 def join(worker: Worker, *, backend: str, timeout_s: float) -> Group:
@@ -42,7 +43,7 @@ def join(worker: Worker, *, backend: str, timeout_s: float) -> Group:
     store = _store(worker, timeout)
     worker.phase("init")
     # a prefix for each generation: a late rank of a dying one can never join the next
-    prefixed = dist.PrefixStore(f"{env.run_id}/{env.restart_count}", store)
+    prefixed = PrefixStore(f"{env.run_id}/{env.restart_count}", store)
     dist.init_process_group(
         backend,
         store=prefixed,
@@ -52,6 +53,20 @@ def join(worker: Worker, *, backend: str, timeout_s: float) -> Group:
         device_id=device if device.type == "cuda" else None,
     )
     return Group(env.rank, env.world_size, env.local_rank, device, backend, prefixed)
+
+
+def all_gather(output: torch.Tensor, part: torch.Tensor, *, async_op: bool = False) -> Work | None:
+    """Gather every rank's ``part`` (n,) into ``output`` (world n,); torch 2.13 renamed the function."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    work: Work | None = gather(output, part, async_op=async_op)
+    return work
+
+
+def reduce_scatter(output: torch.Tensor, full: torch.Tensor, *, async_op: bool = False) -> Work | None:
+    """Sum ``full`` (world n,) over ranks and leave this rank its part ``output`` (n,)."""
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    work: Work | None = scatter(output, full, async_op=async_op)
+    return work
 
 
 def leave() -> None:
@@ -70,12 +85,12 @@ def _device(env: RankEnv, backend: str) -> torch.device:
     return device
 
 
-def _store(worker: Worker, timeout: datetime.timedelta) -> dist.TCPStore:
+def _store(worker: Worker, timeout: datetime.timedelta) -> TCPStore:
     env = worker.env
     listener = worker.listener_fd
     if listener is not None:
         os.set_inheritable(listener, False)
-    return dist.TCPStore(
+    return TCPStore(
         env.master_addr,
         env.master_port,
         env.world_size,

@@ -25,7 +25,13 @@ class ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    "tiny": ModelConfig(),
+    "tiny": ModelConfig(),  # 0.5 M parameters: a laptop trains it
+    "small": ModelConfig(dim=384, num_layers=6, num_heads=6, num_kv_heads=2, ffn_dim=1024),  # 9.6 M
+    # GPT-2's shape (Radford et al. 2019), the FFN narrowed to 2/3 because SwiGLU has a third matrix
+    "gpt2-124m": ModelConfig(50257, 768, 12, 12, 12, 2048, tied_embeddings=True),
+    "llama-1b": ModelConfig(32768, 2048, 16, 32, 8, 8192),  # 1.107 B
+    "llama3-8b": ModelConfig(128256, 4096, 32, 32, 8, 14336, rope_theta=500_000.0),
+    "llama3-70b": ModelConfig(128256, 8192, 80, 64, 8, 28672, rope_theta=500_000.0),
 }
 
 
