@@ -22,6 +22,19 @@ PAUSE_S = 0.002
 SWEEP_LIMIT_S = 30.0
 
 
+def start(arguments: list[str]) -> int:
+    """Run the agent (:mod:`gpuctl.agent.main`) under this process; return the exit code."""
+
+    def run() -> int:
+        # imported after the fork: the guardian stays as small as its own few imports
+        from gpuctl.agent.main import main as agent
+
+        return agent(arguments)
+
+    identity.set_name("gpuctl:guard")
+    return main(run)
+
+
 def main(run: Callable[[], int]) -> int:
     """Fork, call ``run`` in the child (the agent), sweep after it; return the exit code."""
     with contextlib.suppress(PermissionError):  # a process group's leader may not; then it is apart already
