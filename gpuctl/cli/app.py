@@ -25,9 +25,10 @@ import gpuctl
 from gpuctl.cli import arguments
 from gpuctl.errors import GpuctlError, UsageError
 
-ISSUES = "https://github.com/gpuctl/gpuctl/issues"
 BUG_EXIT_CODE = 70  # EX_SOFTWARE of sysexits.h: a script never takes a crash for a failed run
 INTERRUPTED = 130
+# Click's ClickException, by a path that exists whether typer depends on click (to 0.25) or carries it.
+CommandLineError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ def run(argv: Sequence[str]) -> int:
         return _dispatch(argv)
     except GpuctlError as error:
         return _show(error, debug)
-    except typer.TyperException as error:
+    except CommandLineError as error:
         return _show(_usage_error(error, argv), debug)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
@@ -159,7 +160,7 @@ def _dispatch(argv: Sequence[str]) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _usage_error(error: typer.TyperException, argv: Sequence[str]) -> UsageError:
+def _usage_error(error: Any, argv: Sequence[str]) -> UsageError:
     """Put typer's complaint about the command line into our words."""
     message = error.format_message().rstrip(".")
     name = next((word for word in argv if word in VERBS), None)
@@ -185,7 +186,7 @@ def _apologise(debug: bool) -> int:
         traceback.print_exc()
     print("error: gpuctl has a bug and stopped; sorry", file=sys.stderr)
     print(f"  caused by: {traceback.format_exc().splitlines()[-1]}\n", file=sys.stderr)
-    print(f"hint: please report it with {_save_traceback()} at {ISSUES}", file=sys.stderr)
+    print(f"hint: please report it, with {_save_traceback()}", file=sys.stderr)
     return BUG_EXIT_CODE
 
 

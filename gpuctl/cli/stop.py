@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import socket
 from typing import Annotated
 
@@ -51,7 +52,7 @@ def command(
         raise UsageError("which run?", hint="`gpuctl stop latest`, or `gpuctl status` for their ids")
     cluster = options.Selection(file, hostfile, nodelist, exclude, nnodes).load()
     grace = cluster.failure.grace_s if timeout is None else timeout
-    by = f"{getpass.getuser()} on {socket.gethostname()}"
+    by = f"{_user()} on {socket.gethostname()}"
     results = []
     with open_session(cluster, is_partial=True) as session:
         known, _ = list_runs(session.connections)
@@ -70,3 +71,10 @@ def command(
     elif not chosen:
         terminal.data("no live runs")
     return 0
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's uid need not have a name
+        return f"uid {os.getuid()}"

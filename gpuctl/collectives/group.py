@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store, TCPStore, Work
+from torch.distributed import PrefixStore, Store, TCPStore, Work  # type: ignore[attr-defined]
 
 from gpuctl.agent.worker import RankEnv, Worker
 

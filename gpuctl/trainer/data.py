@@ -6,7 +6,7 @@ import functools
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -16,11 +16,23 @@ from gpuctl.core.training import DataConfig
 Tokens = npt.NDArray[np.int64]
 
 
+class Sample(NamedTuple):
+    """One sequence: ``tokens`` (S,) and what follows each: ``targets`` (S,), IGNORED where none counts."""
+
+    tokens: Tokens
+    targets: Tokens
+
+
 class Dataset(Protocol):
     """What the loop needs of data."""
 
-    def sample(self, index: int) -> Tokens:
-        """Return seq_len + 1 tokens of the sample with this global index."""
+    def sample(self, index: int) -> Sample:
+        """Return the sample with this global index."""
+
+
+def shifted(window: Tokens) -> Sample:
+    """Return the sample of S + 1 tokens in a row, all of which count."""
+    return Sample(window[:-1], window[1:])
 
 
 def open_dataset(config: DataConfig, *, seq_len: int, vocab_size: int, seed: int) -> Dataset:
@@ -67,13 +79,13 @@ class Windows:
             raise ValueError(f"the data has {len(tokens)} tokens, one sample needs {seq_len + 1}")
         self._order = functools.lru_cache(maxsize=2)(functools.partial(_permutation, seed, self.num_windows))
 
-    def sample(self, index: int) -> Tokens:
+    def sample(self, index: int) -> Sample:
         epoch, position = divmod(index, self.num_windows)
         start = int(self._order(epoch)[position]) * self.seq_len
         window = np.asarray(self.tokens[start : start + self.seq_len + 1], dtype=np.int64)
         if window.max() >= self.vocab_size:
             raise ValueError(f"a token is {window.max()}, the vocabulary has {self.vocab_size}")
-        return window
+        return shifted(window)
 
 
 def _permutation(seed: int, size: int, epoch: int) -> npt.NDArray[np.int64]:
@@ -87,9 +99,9 @@ class RandomTokens:
     def __init__(self, seq_len: int, vocab_size: int, seed: int) -> None:
         self.seq_len, self.vocab_size, self.seed = seq_len, vocab_size, seed
 
-    def sample(self, index: int) -> Tokens:
+    def sample(self, index: int) -> Sample:
         generator = np.random.Generator(np.random.Philox(key=[self.seed, index]))
-        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+        return shifted(generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64))
 
 
 def share_of(dp_rank: int, dp: int, global_batch: int) -> range:

@@ -150,10 +150,13 @@ class Trainer:
         torch.autograd.backward(loss * constant)
 
     def _batch(self, samples: range) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = torch.from_numpy(np.stack([self.data.sample(i) for i in samples]))
+        """Return tokens and targets of samples, both (B, S), on the device."""
+        drawn = [self.data.sample(i) for i in samples]
+        stacked = np.stack([[s.tokens for s in drawn], [s.targets for s in drawn]])
+        both = torch.from_numpy(stacked)
         if self.device.type == "cuda":
-            rows = rows.pin_memory().to(self.device, non_blocking=True)
-        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+            both = both.pin_memory().to(self.device, non_blocking=True)
+        return both[0], both[1]
 
     def _report(self, numbers: StepNumbers) -> None:
         """Read a step's numbers, report them from rank 0, take note of a stop that all ranks agree on."""

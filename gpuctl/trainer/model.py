@@ -159,7 +159,9 @@ class Decoder(nn.Module):
         hidden = self.hidden(tokens_BS).flatten(0, 1)
         targets = targets_BS.flatten()
         if chunk is not None:
-            loss: torch.Tensor = ChunkedCrossEntropy.apply(hidden, self.head.weight, targets, chunk)
+            loss: torch.Tensor = ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+                hidden, self.head.weight, targets, chunk
+            )
             return loss
         logits = self.head(hidden)
         wide = torch.promote_types(logits.dtype, torch.float32)
@@ -193,7 +195,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor,
@@ -215,7 +217,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, d_loss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         d_hidden, d_weight = ctx.saved_tensors  # type: ignore[attr-defined]

@@ -48,7 +48,7 @@ class ExposedTime:
 
     def milliseconds(self) -> float:
         """Return the sum; on a GPU this waits for the last event."""
-        return 1e3 * self.seconds + sum(a.elapsed_time(b) for a, b in self.events)
+        return float(1e3 * self.seconds + sum(a.elapsed_time(b) for a, b in self.events))
 
 
 class DataParallel:
@@ -162,7 +162,9 @@ class DataParallel:
     def _register_hooks(self) -> None:
         for bucket in self.buckets:
             for member in bucket.members:
-                member.parameter.register_post_accumulate_grad_hook(self._hook(bucket, member))
+                member.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._hook(bucket, member)
+                )
 
     def _hook(self, bucket: Bucket, member: Member) -> Callable[[torch.nn.Parameter], None]:
         def landed(parameter: torch.nn.Parameter) -> None:
@@ -282,7 +284,7 @@ class DataParallel:
             work.wait()
             self.exposed.seconds += time.perf_counter() - began
             return
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         before.record()
         work.wait()
         after.record()

@@ -59,12 +59,12 @@ class Bucket:
 
     @property
     def owned_size(self) -> int:
-        return self.owned.stop - self.owned.start
+        return int(self.owned.stop - self.owned.start)
 
     def decay_split(self) -> int:
         """Return where, inside the owned part, the parameters that do not decay begin."""
         boundary = next((m.offset for m in self.members if not m.decays), self.size)
-        return min(max(boundary - self.owned.start, 0), self.owned_size)
+        return int(min(max(boundary - self.owned.start, 0), self.owned_size))
 
     def owned_pieces(self) -> Iterator[tuple[Member, int, slice]]:
         """Yield (member, first element of it that is owned, place in the owned part)."""

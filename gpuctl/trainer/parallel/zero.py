@@ -37,7 +37,8 @@ class ReduceScatter:
             return reduce_scatter(part, grad, async_op=True)
         parts = torch.empty_like(grad)
         self._received[bucket.index] = parts
-        return dist.all_to_all_single(parts, grad, async_op=True)
+        work: dist.Work | None = dist.all_to_all_single(parts, grad, async_op=True)
+        return work
 
     def finish(self, bucket: Bucket, grad: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the sum (bucket.size / n,), once the work was waited for."""
