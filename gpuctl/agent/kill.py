@@ -103,6 +103,7 @@ class CgroupKiller:
     def __init__(self, directory: Path, sweeper: SubreaperKiller) -> None:
         self.directory = directory
         self._sweeper = sweeper
+        self._root = os.getpid()
         self._moves: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         self._mover: threading.Thread | None = None
 
@@ -117,11 +118,18 @@ class CgroupKiller:
     def _move_all(self) -> None:
         while (pid := self._moves.get()) is not None:
             try:
-                _write(self.directory / "cgroup.procs", str(pid))
+                self._move(pid)
             except ProcessLookupError:
                 pass  # it has ended already
             except OSError as exc:  # the sweep ends it all the same
                 print(f"cannot move {pid} into {self.directory}: {exc.strerror}", file=sys.stderr, flush=True)
+
+    def _move(self, pid: int) -> None:
+        """Move a rank; a stranger that was given its number meanwhile is moved back at once."""
+        if identity.is_descendant(pid, self._root):
+            _write(self.directory / "cgroup.procs", str(pid))
+            if not identity.is_descendant(pid, self._root) and not _is_dead(pid):
+                _write(self.directory.parent / "cgroup.procs", str(pid))
 
     def kill_all(self, *, keep: Collection[int] = ()) -> list[int]:
         members = self._members()

@@ -1,6 +1,9 @@
 """What is left of a rank and its strays by each method, on real processes."""
 
 import json
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 from processes import NUM_STRAYS, STRAYS, fresh_tag, start_python, tagged, until
@@ -75,6 +78,22 @@ def test_cgroup_kill_leaves_nothing_and_removes_its_cgroup():
         assert answer["name"] == "cgroup" and answer["spared"] and not answer["rest"]
         assert not tagged(tag)
         assert not list(kill.own_cgroup().glob(f"*{tag}*"))
+
+
+def test_a_stranger_is_never_moved_into_the_runs_cgroup():
+    killer = kill.choose_method("stranger")
+    try:
+        if killer.name != "cgroup":
+            pytest.skip("no cgroup v2 here into which a child can be moved")
+        killer.adopt(os.getppid())
+        own = subprocess.Popen(["sleep", "600"])
+        killer.adopt(own.pid)
+        until(lambda: killer.directory.name in Path(f"/proc/{own.pid}/cgroup").read_text())
+        assert killer.directory.name not in Path(f"/proc/{os.getppid()}/cgroup").read_text()
+        assert own.pid in killer.kill_all()
+        own.wait(5)
+    finally:
+        killer.close()
 
 
 def test_process_groups_leave_what_took_a_session_of_its_own():
