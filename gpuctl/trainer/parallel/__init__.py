@@ -127,7 +127,8 @@ class DataParallel:
 
     def squared_norm(self) -> torch.Tensor:
         """Return the squared 2-norm of the summed gradients over all logical parameters, on the device."""
-        wide = torch.promote_types(self.grad_dtype, torch.float32)
+        # a CPU adds a flat bucket up in few lanes: fp32 loses five digits there; a GPU adds in a tree
+        wide = torch.float64 if self._device.type == "cpu" else torch.float32
         total = torch.zeros((), dtype=wide, device=self._device)
         for bucket in self.buckets:
             grad = self.owned_grad(bucket)
