@@ -33,7 +33,8 @@ from gpuctl.errors import ProtocolError
 READ_BYTES = 1 << 18
 #: Starts the agent from the bundle; ``-c`` and not ``-m``, so that no PYTHONPATH leaks into ranks.
 START_AGENT = (
-    "import sys;sys.path[:1]=[sys.argv[1]];from gpuctl.agent.main import main;sys.exit(main(sys.argv[2:]))"
+    "import sys;sys.path[:1]=[sys.argv[1]];"
+    "from gpuctl.agent.guardian import start;sys.exit(start(sys.argv[2:]))"
 )
 
 

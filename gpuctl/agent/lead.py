@@ -25,6 +25,8 @@ from gpuctl.core.run import RankFailure, RankState, RunState
 
 #: After the last node answered, or this long, a generation is over whoever did not answer.
 SWEPT_LIMIT_S = 8.0
+#: A cut-off node ends its own ranks before dead_s is over; the lead counts it as lost a little later.
+FENCE_MARGIN_S = 0.75
 #: Back-off before a restart, seconds, by attempt; the last repeats.
 RESTART_DELAYS_S = (1.0, 5.0, 15.0, 45.0)
 #: Restarts without a new step that end the run.
@@ -126,7 +128,7 @@ class Lead:
             silent = now - member.heard_at
             if member.link is None or member.is_lost or not member.is_armed:
                 continue
-            if silent > limits.dead_s:
+            if silent > limits.dead_s + FENCE_MARGIN_S:
                 self.lost(rank, f"no heartbeat for {silent:.0f} s")
             elif silent > limits.suspect_s and not member.is_suspect:
                 member.is_suspect = True
@@ -135,6 +137,11 @@ class Lead:
                     message=f"{member.node.host} has been silent for {silent:.0f} s",
                     node=member.node.host,
                 )
+
+    def forgive(self, seconds: float) -> None:
+        """Do not count ``seconds`` in which this process itself stood still as the nodes' silence."""
+        for member in self.members.values():
+            member.heard_at += seconds
 
     # -- starting
 

@@ -1,6 +1,6 @@
 """The agent of one node and one run: starts armed, ends when the run has ended and is written down.
 
-Started by the bridge under the guardian as ``main.py BUNDLE FD HOME RUN_ID NODE_RANK`` where FD is
+Started by the bridge through ``guardian.start`` with ``FD HOME RUN_ID NODE_RANK``, where FD is
 the socket to the first client. It listens on the run directory's unix socket for further clients
 (status, stop, attach), and on one TLS socket for the other agents when it is the lead.
 """
@@ -14,13 +14,12 @@ import shutil
 import signal
 import socket
 import struct
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuctl.agent import guardian, identity
+from gpuctl.agent import identity
 from gpuctl.agent.frames import PROTOCOL, Frame
 from gpuctl.agent.lead import Lead, bind_first
 from gpuctl.agent.link import Link
@@ -36,6 +35,11 @@ if TYPE_CHECKING:
     import ssl
 
 BEAT_S = 1.0
+#: Signs of life go out, and silence is judged, several times a beat: how long a node was silent is then
+#: known to a fraction of a second, on both sides of a cut link.
+PING_S = 0.2
+#: The ranks of a cut-off node are gone this long before dead_s is over: 0.2 s of TERM, KILL, one ping.
+FENCE_S = 0.6
 #: An armed node whose client neither starts the run nor goes away.
 ARMED_LIMIT_S = 300.0
 HANDSHAKE_S = 10.0
@@ -74,6 +78,8 @@ class Agent:
         self._listen(listen_unix(self.run_dir.path), self._accept_client)
         self.loop.call_later(ARMED_LIMIT_S, self._armed_too_long)
         self.loop.call_later(BEAT_S, self._beat)
+        self._ping_due = time.monotonic()
+        self._ping()
         self.loop.run()
         return 0
 
@@ -399,6 +405,16 @@ class Agent:
         self.loop.call_later(BEAT_S, self._beat)
         if self.supervisor is not None:
             self.supervisor.beat()
+        self._refresh()
+
+    def _ping(self) -> None:
+        """Give a sign of life to the peers, and judge their silence."""
+        if self._is_leaving:
+            return
+        now = time.monotonic()
+        self._forgive(now - self._ping_due)
+        self._ping_due = now + PING_S
+        self.loop.call_later(PING_S, self._ping)
         if self.lead is not None:
             for member in self.lead.members.values():
                 if member.link is not None and not member.is_lost:
@@ -406,12 +422,21 @@ class Agent:
             self.lead.check_silence()
             self._set_state(self.lead.state)
         elif self.lead_link is not None and self._has_started:
-            silent = time.monotonic() - self.lead_link.heard_at
             assert self.supervisor is not None
+            self.lead_link.send(Frame("ping", {}, b"", self.supervisor.generation))
+            silent = now - self.lead_link.heard_at
             # fenced before the lead declares this node dead: never two nodes that believe in themselves
-            if silent > 0.8 * self.supervisor.plan.failure.dead_s:
+            if silent > self.supervisor.plan.failure.dead_s - FENCE_S:
                 self._fence(f"no heartbeat from the lead for {silent:.0f} s")
-        self._refresh()
+
+    def _forgive(self, late_s: float) -> None:
+        """This process stood still (stopped, starved): what came meanwhile lies unread, it is no silence."""
+        if late_s < BEAT_S:
+            return
+        if self.lead is not None:
+            self.lead.forgive(late_s)
+        if self.lead_link is not None:
+            self.lead_link.heard_at += late_s
 
     def _armed_too_long(self) -> None:
         if not self._has_started:
@@ -543,20 +568,10 @@ def _json(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the agent under its guardian: ``FD HOME RUN_ID NODE_RANK``."""
+    """Run the agent: ``FD HOME RUN_ID NODE_RANK``; called below the guardian (``guardian.start``)."""
     fd, home_path, run_id, node_rank = arguments
     home = Home(Path(home_path))
     run_dir = home.run_dir(run_id, int(node_rank))
-    sock = socket.socket(fileno=int(fd))
-
-    def run() -> int:
-        identity.set_name("gpuctl:agent")
-        identity.set_subreaper()
-        return Agent(sock, home, run_dir).run()
-
-    identity.set_name("gpuctl:guard")
-    return guardian.main(run)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    identity.set_name("gpuctl:agent")
+    identity.set_subreaper()
+    return Agent(socket.socket(fileno=int(fd)), home, run_dir).run()

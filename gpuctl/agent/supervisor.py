@@ -84,6 +84,7 @@ class Supervisor:
         self.killer = choose_method(plan.run_id)
         self._env = node_environment(plan, node, os.environ, secrets)
         self._server: forkclient.ForkServer | None = None
+        self._import_error: tuple[str, str | None] | None = None
         self._locks: Locks | None = None
         self._pump: LogPump | None = None
         self._oom = OomWatch()
@@ -175,6 +176,12 @@ class Supervisor:
         self.run_dir.generation(self.generation).mkdir(parents=True, exist_ok=True)
         self._pump = LogPump(on_line=self._line, wake=lambda: self.loop.call_soon(self._forward_lines))
         self.ranks = [Rank(RankState(rank, local_rank)) for local_rank, rank in enumerate(self.node.ranks)]
+        if self.plan.program.is_bundled and self._server is None:
+            if self._import_error is not None:
+                message, traceback = self._import_error
+                self.loop.call_soon(lambda: self._server_failed(message, traceback))
+                return
+            self._start_server()  # it died since the arming or the last generation
         listener = frame.get("listener_fd")
         # rank 0 last: it alone gets the listening socket, and the server keeps no copy (contract 9)
         for rank in reversed(self.ranks):
@@ -277,9 +284,9 @@ class Supervisor:
     def _server_event(self, event: object) -> None:
         by_number = {rank.state.rank: rank for rank in self.ranks}
         if isinstance(event, forkclient.ImportFailed):
-            self._server_failed(
-                f"the import failed: {event.traceback.strip().splitlines()[-1]}", event.traceback
-            )
+            message = f"the import failed: {event.traceback.strip().splitlines()[-1]}"
+            self._import_error = (message, event.traceback)  # it may come before there are ranks to fail
+            self._server_failed(message, event.traceback)
         elif isinstance(event, forkclient.Gone):
             self._server_failed("the fork server died", None)
         elif isinstance(event, forkclient.Forked):
@@ -294,6 +301,8 @@ class Supervisor:
     def _server_failed(self, message: str, traceback: str | None) -> None:
         if self._server is not None:
             self.loop.forget(self._server.fileno())
+            self._server.close()
+            self._server = None
         for rank in self.ranks:
             if rank.is_alive:
                 self._rank_ended(rank, exit_code=1, error=message, traceback=traceback)

@@ -111,7 +111,6 @@ def test_a_crash_is_shown_by_the_signals_name_and_leaves_the_stack(launch, how, 
     assert b"Current thread" in run.log(2, "err") and b"fault_program.py" in run.log(2, "err")
 
 
-@pytest.mark.xfail(reason="an import that fails before the start is remembered by nobody", strict=False)
 def test_a_program_that_cannot_be_imported_fails_with_its_traceback(launch):
     run = launch(bundled("idle", preload=("nothing_of_that_name",)))
     failed = expect_failed(run, time.monotonic())

@@ -98,7 +98,6 @@ def test_a_killed_agent_is_not_restarted_without_its_node(launch):
     assert expect_failed(run, began)["node"] == "n1"
 
 
-@pytest.mark.xfail(reason="a fork server that died is not started again", strict=False)
 def test_a_killed_fork_server_is_started_again_with_the_ranks(launch):
     run = launch(bundled("ring"), max_restarts=3)
     servers = set(run.pids("gpuctl:fork"))

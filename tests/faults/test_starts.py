@@ -202,9 +202,6 @@ def test_strangers_on_the_leads_port_do_not_disturb_the_run(tmp_path):
         assert not [e for e in run.events if e["event"] in ("failed", "node_lost")]
 
 
-@pytest.mark.xfail(
-    reason="an agent that wakes judges its peers before it has read what they sent", strict=False
-)
 @pytest.mark.parametrize("node", [1, 0])
 def test_an_agent_that_stands_still_for_four_seconds_is_not_declared_dead(tmp_path, node):
     with running(tmp_path, bundled("ring")) as run:
