@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from gpuctl.cli import options
+from gpuctl.cli.render import count_text
 from gpuctl.core.codec import to_json
 
 EPILOG = """\b
@@ -46,6 +47,8 @@ def command(
         return 0
     for note in result.notes:
         terminal.warn(note)
-    terminal.data(f"wrote {result.path} with {result.num_nodes} nodes ({result.nodes}) from {result.source}")
+    terminal.data(
+        f"wrote {result.path} with {count_text(result.num_nodes, 'node')} ({result.nodes}) from {result.source}"
+    )
     terminal.note("next: `gpuctl status` looks at the nodes, `gpuctl plan` shows a launch")
     return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,9 +17,11 @@ from gpuctl.cli.planning import (
     build_plan,
     gather_facts,
     parse_env,
+    plan_document,
     prepare_data,
     print_plan,
     secret_values,
+    size_text,
 )
 from gpuctl.cli.render import Terminal, bytes_text
 from gpuctl.errors import UsageError
@@ -152,6 +155,7 @@ def make_request(
     from gpuctl.config.training import load_training
     from gpuctl.services.plan import LaunchRequest
 
+    fields["client_dir"] = str(Path.cwd())
     if script is not None:
         return LaunchRequest(kind="script", argv=(script, *(theirs or ())), **fields)
     if theirs:
@@ -189,9 +193,7 @@ def _both(uploads: Uploads, synced: Any) -> Uploads:
 def show_plan(plan: Plan, terminal: Terminal) -> None:
     """Print the Plan as a table or as its JSON document."""
     if terminal.is_json:
-        from gpuctl.core.codec import to_json
-
-        terminal.json(to_json(plan))
+        terminal.json(plan_document(plan))
     else:
         print_plan(plan, terminal)
 
@@ -255,11 +257,14 @@ class View:
         self._first_loss: float | None = None
         self._last_step: dict[str, Any] = {}
         self._checkpoint: dict[str, Any] = {}
-        self._was_shown_failed = False
+        self._generation = 0
 
     def on_event(self, event: dict[str, Any]) -> None:
+        self._generation = event.get("generation", self._generation)
         if self.terminal.is_json:
-            self.terminal.json(event)
+            # What the client says itself (stopping, warning) carries the same keys as what agents say.
+            always = {"run": self.plan.run_id, "generation": self._generation, "time": time.time()}
+            self.terminal.json({**always, **event})
         handler = getattr(self, f"_on_{event.get('event')}", None)
         if handler is not None:
             handler(event)
@@ -273,7 +278,9 @@ class View:
     def _on_started(self, event: dict[str, Any]) -> None:
         where = f"{event['master_addr']}:{event['master_port']}"
         size, nodes = event["world_size"], len(event["nodes"])
-        self._say(f"{self.plan.run_id}: {size} ranks on {nodes} nodes, meeting at {where}")
+        self._say(
+            f"{self.plan.run_id}: {count_text(size, 'rank')} on {count_text(nodes, 'node')}, meeting at {where}"
+        )
 
     def _on_step(self, event: dict[str, Any]) -> None:
         self._last_step = event
@@ -339,7 +346,7 @@ class View:
         last = self._last_step
         rows = [
             ("run", self.plan.run_id),
-            ("layout", f"{self.plan.strategy}, {self.plan.world_size} ranks on {len(self.plan.nodes)} nodes"),
+            ("layout", f"{self.plan.strategy}, {size_text(self.plan)}"),
             ("steps", last.get("step")),
             (
                 "loss",

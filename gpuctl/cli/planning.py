@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import secrets as random_tokens
@@ -10,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpuctl.cli.render import Terminal
+from gpuctl.cli.render import Terminal, count_text
+from gpuctl.core.codec import from_json, to_json
 from gpuctl.core.plan import EnvVar, Plan
 from gpuctl.errors import ConfigError, UsageError
 
@@ -113,10 +115,8 @@ def load_facts(path: Path, cluster: Cluster) -> list[NodeFacts]:
 
     One recorded node stands for all: `what would eight machines like this one do` is a fair question.
     """
-    import dataclasses
     import json
 
-    from gpuctl.core.codec import from_json
     from gpuctl.core.hardware import FactsFile
 
     try:
@@ -184,12 +184,27 @@ def shown_value(variable: EnvVar) -> str:
     return "(hidden)" if is_secret else variable.value
 
 
+def plan_document(plan: Plan) -> dict[str, Any]:
+    """Return the Plan as JSON to look at: as executed, but for the values of secrets."""
+    nodes = tuple(
+        dataclasses.replace(node, env=tuple(dataclasses.replace(v, value=shown_value(v)) for v in node.env))
+        for node in plan.nodes
+    )
+    document: dict[str, Any] = to_json(dataclasses.replace(plan, nodes=nodes))
+    return document
+
+
+def size_text(plan: Plan) -> str:
+    """Return ``8 ranks on 2 nodes``."""
+    return f"{count_text(plan.world_size, 'rank')} on {count_text(len(plan.nodes), 'node')}"
+
+
 def print_plan(plan: Plan, terminal: Terminal) -> None:
     """Print a Plan for people: ranks and addresses, the environment with reasons when verbose."""
     dims = plan.dims
     what = plan.strategy or " ".join(plan.program.argv) or plan.program.kind
     terminal.data(
-        f"{plan.name}: {what}, {plan.world_size} ranks on {len(plan.nodes)} nodes over {plan.backend}"
+        f"{plan.name}: {what}, {size_text(plan)} over {plan.backend}"
         f" (pp {dims.pp}, dp {dims.dp}, tp {dims.tp}, zero {dims.zero})"
     )
     rows = [

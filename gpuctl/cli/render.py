@@ -133,6 +133,11 @@ def bytes_text(size: int | None) -> str | None:
     return f"{value:.1f} TiB"
 
 
+def count_text(number: int, noun: str) -> str:
+    """Return ``1 node`` or ``4 nodes``."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 def age_text(seconds: float | None) -> str | None:
     """Return ``3m`` or ``2d`` for a time span."""
     if seconds is None:

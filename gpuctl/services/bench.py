@@ -271,7 +271,7 @@ def raise_if_bad(report: BenchReport) -> None:
         bad = sorted({row["collective"] for row in report.results if row["wrong"]})
         raise CheckFailed(
             f"{report.num_wrong} wrong elements in {', '.join(bad)}",
-            hint="data was corrupted on the way: gpuctl doctor looks at PCIe ACS, IOMMU and NCCL_PROTO",
+            hint="data was corrupted on the way: look at PCIe ACS, IOMMU and NCCL_PROTO",
         )
     if report.regressions:
         worst = max(report.regressions, key=lambda c: c.slowdown)

@@ -109,7 +109,7 @@ _TEMPLATES = Path(__file__).parent.parent / "templates"
 
 _HEADER = """\
 # A gpuctl cluster file, from {source}.
-# Look at it: gpuctl status    Ask what would go wrong: gpuctl doctor    Start: gpuctl launch -s zero2
+# Look at it: gpuctl status    See a launch: gpuctl plan -s zero2    Start: gpuctl launch -s zero2
 version: 1
 name: cluster
 
