@@ -47,8 +47,7 @@ def command(
         return 0
     for note in result.notes:
         terminal.warn(note)
-    terminal.data(
-        f"wrote {result.path} with {count_text(result.num_nodes, 'node')} ({result.nodes}) from {result.source}"
-    )
+    nodes = count_text(result.num_nodes, "node")
+    terminal.data(f"wrote {result.path} with {nodes} ({result.nodes}) from {result.source}")
     terminal.note("next: `gpuctl status` looks at the nodes, `gpuctl plan` shows a launch")
     return 0

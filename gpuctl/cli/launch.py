@@ -277,10 +277,7 @@ class View:
 
     def _on_started(self, event: dict[str, Any]) -> None:
         where = f"{event['master_addr']}:{event['master_port']}"
-        size, nodes = event["world_size"], len(event["nodes"])
-        self._say(
-            f"{self.plan.run_id}: {count_text(size, 'rank')} on {count_text(nodes, 'node')}, meeting at {where}"
-        )
+        self._say(f"{self.plan.run_id}: {size_text(self.plan)}, meeting at {where}")
 
     def _on_step(self, event: dict[str, Any]) -> None:
         self._last_step = event
