@@ -185,7 +185,8 @@ def _apologise(debug: bool) -> int:
     if debug:
         traceback.print_exc()
     print("error: gpuctl has a bug and stopped; sorry", file=sys.stderr)
-    print(f"  caused by: {traceback.format_exc().splitlines()[-1]}\n", file=sys.stderr)
+    last = ascii(traceback.format_exc().splitlines()[-1])[1:-1]  # it may quote what a node sent
+    print(f"  caused by: {last}\n", file=sys.stderr)
     print(f"hint: please report it, with {_save_traceback()}", file=sys.stderr)
     return BUG_EXIT_CODE
 
