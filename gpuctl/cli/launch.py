@@ -36,13 +36,11 @@ EPILOG = """\b
 Examples:
   gpuctl launch -s zero2 --model small --steps 200
   gpuctl launch train.py -- --lr 3e-4
-  gpuctl launch --sync train.py
+  gpuctl launch --sync . train.py
   gpuctl launch -- ./my_binary --flag
 """
 
 Strategy = Annotated[str | None, typer.Option("--strategy", "-s", help="ddp, zero1, zero2, ...")]
-Tp = Annotated[int | None, typer.Option("--tp", help="Tensor parallel degree.", min=1)]
-Pp = Annotated[int | None, typer.Option("--pp", help="Pipeline parallel degree.", min=1)]
 Zero = Annotated[int | None, typer.Option("--zero", help="ZeRO stage on the dp axis.", min=0, max=3)]
 Model = Annotated[str | None, typer.Option("--model", help="Model preset: tiny, small, llama-1b, ...")]
 Steps = Annotated[int | None, typer.Option("--steps", help="Optimizer steps.", min=1)]
@@ -71,8 +69,6 @@ def command(
     ctx: typer.Context,
     script: Script = None,
     strategy: Strategy = None,
-    tp: Tp = None,
-    pp: Pp = None,
     zero: Zero = None,
     model: Model = None,
     steps: Steps = None,
@@ -122,8 +118,6 @@ def command(
         ctx.obj.theirs,
         flags,
         strategy=strategy,
-        tp=tp,
-        pp=pp,
         zero=zero,
         name=name,
         nproc_per_node=nproc_per_node,
@@ -360,7 +354,7 @@ def step_line(event: dict[str, Any]) -> str:
     """Return one line for a step event; what is unknown is left out, never shown as 0."""
     parts = [f"step {event.get('step'):>5}"]
     for key, form in (("loss", "loss {:.4f}"), ("grad_norm", "norm {:.3f}"), ("lr", "lr {:.2e}"),
-                      ("tokens_per_s", "{:,.0f} tok/s"), ("tflops", "{:.1f} TFLOP/s"), ("mfu", "MFU {:.1%}"),
+                      ("tokens_per_s", "{:,.0f} tok/s"), ("tflops", "{:.3g} TFLOP/s"), ("mfu", "MFU {:.1%}"),
                       ("exposed_comm_ms", "exposed {:.1f} ms")):  # fmt: skip
         if event.get(key) is not None:
             parts.append(form.format(event[key]))

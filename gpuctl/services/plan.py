@@ -15,7 +15,7 @@ from gpuctl.core.codec import to_json
 from gpuctl.core.hardware import Gpu, NodeFacts, Vendor
 from gpuctl.core.network import choose_address
 from gpuctl.core.nodeset import fold
-from gpuctl.core.parallel import ParallelDims, resolve_dims
+from gpuctl.core.parallel import STRATEGIES, ParallelDims, resolve_dims
 from gpuctl.core.plan import EnvVar, NodePlan, Plan, PlannedGpu, Program
 from gpuctl.core.run import make_run_id
 from gpuctl.core.training import TrainingConfig
@@ -64,6 +64,8 @@ def make_plan(
     """
     if not cluster.nodes:
         raise UsageError("no node is left to run on")
+    if request.kind == "train":
+        request = replace(request, strategy=_strategy(request))
     vendors = _vendors(cluster, facts)
     gpus = [_devices(spec, f, v, request) for spec, f, v in zip(cluster.nodes, facts, vendors, strict=True)]
     counts = [len(devices) for devices in gpus]
@@ -79,7 +81,6 @@ def make_plan(
         run_id = make_run_id(name, now, token)
     except ValueError as exc:
         raise UsageError(str(exc)) from exc
-    is_training = request.kind == "train"
     return Plan(
         run_id=run_id,
         name=name,
@@ -88,7 +89,7 @@ def make_plan(
         dims=dims,
         nodes=tuple(nodes),
         backend="gloo" if vendors[0] is Vendor.CPU else "nccl",
-        strategy=(request.strategy or "ddp") if is_training else None,
+        strategy=request.strategy,
         ports=cluster.ports,
         failure=cluster.failure,
         master_addr=request.master_addr,
@@ -168,12 +169,20 @@ def _wanted_indices(spec: NodeSpec, known: Mapping[int, Gpu]) -> list[int]:
     return list(spec.gpus)
 
 
+def _strategy(request: LaunchRequest) -> str:
+    """Return the strategy as the table spells it: ``ZeRO-2`` is zero2, ``--zero 2`` alone is too."""
+    if request.strategy is None:
+        return f"zero{request.zero}" if request.zero else "ddp"
+    plain = request.strategy.replace("-", "").replace("_", "").lower()
+    return plain if plain in STRATEGIES else request.strategy
+
+
 def _dims(request: LaunchRequest, world_size: int) -> ParallelDims:
     if request.kind != "train":
         return ParallelDims(dp=world_size)
-    assert request.training is not None
+    assert request.training is not None and request.strategy is not None
     return resolve_dims(
-        request.strategy or "ddp",
+        request.strategy,
         world_size,
         tp=request.tp,
         pp=request.pp,
@@ -250,7 +259,7 @@ def _program(request: LaunchRequest, dims: ParallelDims) -> Program:
         config = {
             "training": to_json(request.training),
             "dims": to_json(dims),
-            "strategy": request.strategy or "ddp",
+            "strategy": request.strategy,
         }
         return Program("train", (), TRAINER_MODULE, preload, config)
     return Program(request.kind, request.argv)

@@ -99,7 +99,7 @@ def test_two_vendors_in_one_communicator_are_refused() -> None:
     [({"gpus": 3}, DoesNotFit), ({"gpus": (0, 5)}, ConfigError), ({"vendor": Vendor.AMD}, GpuctlError)],
 )
 def test_gpus_that_are_not_there_are_refused(changes: dict[str, object], kind: type[GpuctlError]) -> None:
-    with pytest.raises(kind, match="b|vendor"):
+    with pytest.raises(kind, match=r"b|vendor"):
         plan(with_node(**changes))
 
 
@@ -138,3 +138,16 @@ def test_only_local_nodes_work_where_the_user_stands() -> None:
 
 def test_unequal_nodes_are_warned_of() -> None:
     assert any("different numbers of ranks" in warning for warning in plan().warnings)
+
+
+@pytest.mark.parametrize(
+    ("fields", "strategy"),
+    [
+        ({"strategy": None}, "ddp"),
+        ({"strategy": None, "zero": 1}, "zero1"),
+        ({"strategy": "ZeRO-2"}, "zero2"),
+    ],
+)
+def test_a_strategy_has_one_spelling_in_the_plan(fields: dict[str, object], strategy: str) -> None:
+    made = plan(request=replace(TRAIN, **fields))  # type: ignore[arg-type]
+    assert (made.strategy, made.program.config["strategy"], made.name) == (strategy,) * 3
