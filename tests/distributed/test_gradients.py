@@ -85,9 +85,9 @@ def train_distributed(
         break_engine(trainer, broken, rank)
     for _ in range(STEPS):
         numbers = trainer.one_step()
-        loss_sum, valid, _ = numbers.stats.tolist()
+        loss_sum, valid, _, norm = numbers.read()
         trace.losses.append(loss_sum / valid)
-        trace.norms.append(float(numbers.norm))
+        trace.norms.append(norm)
     trainer.engine.wait_for_weights()
     named = {m.name: m.parameter for b in trainer.engine.buckets for m in b.members}
     trace.parameters = {name: p.detach().clone() for name, p in named.items()}
