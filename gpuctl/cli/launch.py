@@ -149,7 +149,6 @@ def make_request(
     from gpuctl.config.training import load_training
     from gpuctl.services.plan import LaunchRequest
 
-    fields["client_dir"] = str(Path.cwd())
     if script is not None:
         return LaunchRequest(kind="script", argv=(script, *(theirs or ())), **fields)
     if theirs:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +13,7 @@ from gpuctl.cli.render import Terminal
 from gpuctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpuctl.core.cluster import Cluster
+    from gpuctl.core.cluster import Cluster, NodeSpec
 
 
 File = Annotated[
@@ -56,7 +57,16 @@ class Selection:
         if self.hostfile is not None and self.file is not None:
             raise UsageError("--file and --hostfile both name the nodes", hint="give one of them")
         cluster = load_hostfile(self.hostfile) if self.hostfile is not None else load_cluster(self.file)
-        return select_nodes(cluster, self.nodelist, self.exclude, self.nnodes)
+        chosen = select_nodes(cluster, self.nodelist, self.exclude, self.nnodes)
+        return replace(chosen, nodes=tuple(_local_defaults(node) for node in chosen.nodes))
+
+
+def _local_defaults(node: NodeSpec) -> NodeSpec:
+    """Fill in what a user expects of this machine: gpuctl's own interpreter, the folder they stand in."""
+    if node.transport != "local":
+        return node
+    python = node.python or (None if node.activate else sys.executable)
+    return replace(node, python=python, workdir=node.workdir or str(Path.cwd()))
 
 
 def terminal(json: bool, no_color: bool, quiet: bool = False, verbose: bool = False) -> Terminal:

@@ -50,8 +50,6 @@ class LaunchRequest:
     exit_grace_s: float | None = None
     max_restarts: int = 0
     sync_sha256: str | None = None
-    client_dir: str | None = None
-    """The client's folder: where ranks of a ``transport: local`` node work unless the file says otherwise."""
 
 
 def make_plan(
@@ -222,7 +220,7 @@ def _node(
         ranks=ranks,
         python=python,
         activate=spec.activate,
-        workdir=spec.workdir or (request.client_dir if spec.transport == "local" else None),
+        workdir=spec.workdir,
         state_dir=spec.state_dir,
         env=last_wins(env),
         env_from=spec.env_from,

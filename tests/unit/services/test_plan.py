@@ -130,12 +130,6 @@ def test_own_scripts_have_a_name_from_their_file_and_no_strategy() -> None:
     assert (made.name, made.strategy, made.program.argv[1:]) == ("my-train", None, ("--lr", "1"))
 
 
-def test_only_local_nodes_work_where_the_user_stands() -> None:
-    request = LaunchRequest(kind="command", argv=("date",), client_dir="/here")
-    made = plan(with_node(transport="local"), request=request)
-    assert [node.workdir for node in made.nodes] == [None, "/here"]
-
-
 def test_unequal_nodes_are_warned_of() -> None:
     assert any("different numbers of ranks" in warning for warning in plan().warnings)
 
