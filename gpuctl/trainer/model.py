@@ -23,19 +23,18 @@ IGNORED = -100
 class RMSNorm(nn.Module):
     """Root mean square norm (Zhang & Sennrich 2019), computed in fp32 (fp64 stays fp64).
 
-    ``weight`` is the gain minus 1: near 1 a bf16 gain would move in steps of 1/128 and stand still for the
-    first dozens of updates; near 0 it follows its fp32 master.
+    Takes the residual stream (fp32) and gives the dtype of its weight, in which the layers compute.
     """
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(dim))
+        self.weight = nn.Parameter(torch.ones(dim))
         self.eps = eps
 
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         wide = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * (1.0 + self.weight.to(wide.dtype))).to(x_BSD.dtype)
+        return (normed * self.weight).to(self.weight.dtype)
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
@@ -144,7 +143,7 @@ class Decoder(nn.Module):
         with torch.no_grad():
             for name, parameter in self.named_parameters():
                 if parameter.dim() < 2:
-                    parameter.zero_()  # a norm's gain of 1
+                    parameter.fill_(1.0)
                 else:
                     parameter.normal_(0.0, self._std(name), generator=generator)
 
@@ -174,8 +173,10 @@ class Decoder(nn.Module):
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the last hidden state, normed, shape (B, S, D)."""
         self.enter(0)
-        x_BSD = self.embedding(tokens_BS)
-        rope = self._rope_for(tokens_BS.shape[1], x_BSD)
+        rows = self.embedding(tokens_BS)
+        rope = self._rope_for(tokens_BS.shape[1], rows)
+        # the residual stream stays fp32: with bf16 there, 1.1 B parameters lagged a plain loop by 4 % of loss
+        x_BSD = rows.to(torch.promote_types(rows.dtype, torch.float32))
         for i, block in enumerate(self.blocks):
             self.enter(i + 1)
             x_BSD = block(x_BSD, rope)

@@ -72,10 +72,9 @@ def test_a_checkpoint_names_every_part_of_every_tensor(lab: Lab) -> None:
 
 
 def test_bench_on_four_nodes_has_no_wrong_element(lab: Lab) -> None:
-    done = lab.gpuctl(
-        "bench", "all_reduce", "--minbytes", "4K", "-f", str(lab.cluster_yaml(4)), "--maxbytes", "16M", "--factor", "16",
-        "--iters", "3", "--warmup-iters", "1", "--json", timeout_s=120,
-    )  # fmt: skip
+    flags = ["--minbytes", "4K", "--maxbytes", "16M", "--factor", "16", "--iters", "3", "--warmup-iters", "1"]
+    cluster = str(lab.cluster_yaml(4))
+    done = lab.gpuctl("bench", "all_reduce", "-f", cluster, *flags, "--json", timeout_s=120)
     assert done.returncode == 0, done.stderr
     document = json.loads(done.stdout)
     assert document["schema_version"] == 1 and document["collective"] == "all_reduce"
