@@ -249,7 +249,8 @@ def test_exec_gives_a_session_default_signals_and_the_environment(tmp_path, tag)
     with os.fdopen(read) as file:
         value, cwd, oom, ignored, blocked, stdin = file.read().splitlines()
     assert (value, cwd, stdin) == ("$(touch x)", str(tmp_path), "/dev/null")
-    assert int(oom) >= 500 and int(ignored.split()[1], 16) == int(blocked.split()[1], 16) == 0
+    ours = ~(3 << 31)  # the C library keeps signals 32 and 33; whoever started the tests may ignore them
+    assert int(oom) >= 500 and int(ignored.split()[1], 16) & ours == int(blocked.split()[1], 16) == 0
     os.waitpid(pid, 0)
 
 
@@ -262,13 +263,12 @@ def test_exec_gives_a_session_default_signals_and_the_environment(tmp_path, tag)
     ],
 )
 def test_what_cannot_be_executed_is_an_error_with_its_path(argv, cwd, name):
-    before = os.listdir("/proc/self/fd")
+    before = os.listdir("/proc/self/fd"), identity.descendants(os.getpid())
     with pytest.raises(OSError) as caught:
         spawn_exec(argv, dict(os.environ), cwd, stdout_fd=1, stderr_fd=2)
     assert str(caught.value.filename).endswith(name) and caught.value.errno
-    assert os.listdir("/proc/self/fd") == before
-    with pytest.raises(ChildProcessError):
-        os.waitpid(-1, os.WNOHANG)
+    # no zombie either; other suites' children (a session's lab) may be there and are not ours to reap
+    assert (os.listdir("/proc/self/fd"), identity.descendants(os.getpid())) == before
 
 
 def test_an_execd_rank_dies_with_the_agent(tag):
