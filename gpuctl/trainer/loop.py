@@ -90,14 +90,16 @@ class Trainer:
         self.is_stopped = False
         self.num_micro = num_micro_batches(dims.dp, config.global_batch, config.micro_batch)
         is_compiled = should_compile(config, device)
+        wide = torch.promote_types(self.dtype, torch.float32)
         self.engine = DataParallel(
-            build_model(config, device, self.dtype, is_compiled),
+            build_model(config, device, wide, is_compiled),
             dp=dims.dp,
             dp_rank=worker.env.rank,
             zero=dims.zero,
             backend=backend,
             optim=config.optim,
-            master_dtype=torch.promote_types(self.dtype, torch.float32),
+            compute_dtype=self.dtype,
+            master_dtype=wide,
             grad_dtype=grad_dtype(self.dtype, self.num_micro),
             is_compiled=is_compiled,
         )

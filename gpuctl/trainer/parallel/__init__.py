@@ -63,6 +63,7 @@ class DataParallel:
         zero: int,
         backend: str,
         optim: OptimConfig,
+        compute_dtype: torch.dtype,
         master_dtype: torch.dtype,
         grad_dtype: torch.dtype,
         is_compiled: bool = False,
@@ -75,7 +76,12 @@ class DataParallel:
         self.grad_dtype = grad_dtype
         is_sharded = zero > 0
         self.buckets = make_buckets(
-            model.stages(), dp=dp, dp_rank=dp_rank, is_sharded=is_sharded, master_dtype=master_dtype
+            model.stages(),
+            dp=dp,
+            dp_rank=dp_rank,
+            is_sharded=is_sharded,
+            compute_dtype=compute_dtype,
+            master_dtype=master_dtype,
         )
         self._reducer = ReduceScatter(dp, backend) if is_sharded else AllReduce()
         # alone, there is nobody to share gradients with: renting would only cost a copy

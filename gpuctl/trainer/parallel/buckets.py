@@ -81,14 +81,20 @@ def make_buckets(
     dp: int,
     dp_rank: int,
     is_sharded: bool,
+    compute_dtype: torch.dtype,
     master_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Move every parameter into its stage's flat storage and make the optimizer state of this rank."""
+    """Move every parameter into its stage's flat storage and make the optimizer state of this rank.
+
+    The masters are made from the parameters as they are, the weights by rounding those. The other way
+    round every master would sit on a bf16 value, and no weight would move before an update as large as half
+    the distance to the next one: 1.1 B parameters lagged a plain loop by 4 % of loss for that.
+    """
     buckets = []
     for index, (name, parameters) in enumerate(stages):
         if parameters:
-            bucket = _make_bucket(index, name, parameters, dp, dp_rank, is_sharded)
-            _make_state(bucket, master_dtype)
+            bucket, values = _make_bucket(index, name, parameters, dp, dp_rank, is_sharded, compute_dtype)
+            _make_state(bucket, values, master_dtype)
             buckets.append(bucket)
     return buckets
 
@@ -100,7 +106,9 @@ def _make_bucket(
     dp: int,
     dp_rank: int,
     is_sharded: bool,
-) -> Bucket:
+    compute_dtype: torch.dtype,
+) -> tuple[Bucket, torch.Tensor]:
+    """Return the bucket and its parameters' values before they were rounded, flat."""
     # what decays first: an owned part then has one border between the two kinds at most
     ordered = sorted(parameters, key=lambda item: item[1].dim() < 2)
     members, offset = [], 0
@@ -110,18 +118,19 @@ def _make_bucket(
     step = dp * ALIGN
     size = -(-offset // step) * step
     first = parameters[0][1]
-    weight = torch.zeros(size, dtype=first.dtype, device=first.device)
+    values = torch.zeros(size, dtype=first.dtype, device=first.device)
     for member in members:
-        view = weight[member.offset : member.end].view(member.parameter.shape)
-        view.copy_(member.parameter.data)
-        member.parameter.data = view
+        values[member.offset : member.end].view(member.parameter.shape).copy_(member.parameter.data)
+    weight = values.to(compute_dtype)
+    for member in members:
+        member.parameter.data = weight[member.offset : member.end].view(member.parameter.shape)
     part = size // dp
     owned = slice(dp_rank * part, (dp_rank + 1) * part) if is_sharded else slice(0, size)
-    return Bucket(index, name, members, size, weight, owned)
+    return Bucket(index, name, members, size, weight, owned), values
 
 
-def _make_state(bucket: Bucket, master_dtype: torch.dtype) -> None:
+def _make_state(bucket: Bucket, values: torch.Tensor, master_dtype: torch.dtype) -> None:
     own = bucket.weight[bucket.owned]
-    bucket.master = own if own.dtype == master_dtype else own.to(master_dtype)
+    bucket.master = own if own.dtype == master_dtype else values[bucket.owned].to(master_dtype, copy=True)
     bucket.exp_avg = torch.zeros_like(bucket.master, memory_format=torch.contiguous_format)
     bucket.exp_avg_sq = torch.zeros_like(bucket.exp_avg)
