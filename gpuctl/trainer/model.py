@@ -21,10 +21,7 @@ IGNORED = -100
 
 
 class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019), computed in fp32 (fp64 stays fp64).
-
-    Takes the residual stream (fp32) and gives the dtype of its weight, in which the layers compute.
-    """
+    """Root mean square norm (Zhang & Sennrich 2019), computed in fp32 (fp64 stays fp64)."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -34,7 +31,7 @@ class RMSNorm(nn.Module):
     def forward(self, x_BSD: torch.Tensor) -> torch.Tensor:
         wide = x_BSD.to(torch.promote_types(x_BSD.dtype, torch.float32))
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight).to(self.weight.dtype)
+        return normed.to(x_BSD.dtype) * self.weight
 
 
 def rope_table(seq_len: int, head_dim: int, theta: float, device: torch.device) -> torch.Tensor:
@@ -173,10 +170,8 @@ class Decoder(nn.Module):
     def hidden(self, tokens_BS: torch.Tensor) -> torch.Tensor:
         """Return the last hidden state, normed, shape (B, S, D)."""
         self.enter(0)
-        rows = self.embedding(tokens_BS)
-        rope = self._rope_for(tokens_BS.shape[1], rows)
-        # the residual stream stays fp32: with bf16 there, 1.1 B parameters lagged a plain loop by 4 % of loss
-        x_BSD = rows.to(torch.promote_types(rows.dtype, torch.float32))
+        x_BSD = self.embedding(tokens_BS)
+        rope = self._rope_for(tokens_BS.shape[1], x_BSD)
         for i, block in enumerate(self.blocks):
             self.enter(i + 1)
             x_BSD = block(x_BSD, rope)
