@@ -3,8 +3,8 @@
 #   make demo    install into .venv, then train a tiny model on real text with two CPU workers
 #   make test    install into .venv, then run all tests
 #
-# Without a GPU the CPU build of torch is a much smaller download:
-#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make demo TORCH=torch==2.13.0+cpu
+# Without a GPU, PyTorch's CPU builds are a much smaller download: point pip at them, and name the build
+# with TORCH=torch==2.13.0+cpu.
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
