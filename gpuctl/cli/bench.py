@@ -38,7 +38,6 @@ def command(
     warmup_iters: Annotated[int, typer.Option("--warmup-iters", help="Calls before them.", min=0)] = 5,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, ...")] = "float32",
     op: Annotated[str, typer.Option("--op", help="sum, prod, min, max, avg.")] = "sum",
-    engine: Annotated[str, typer.Option("--engine", help="torch or direct.")] = "torch",
     algo: Annotated[str, typer.Option("--algo", help="library, ring or naive.")] = "library",
     save: Annotated[str | None, typer.Option("--save", help="Keep the result under this name.")] = None,
     compare: Annotated[str | None, typer.Option("--compare", help="Judge against a kept result.")] = None,
@@ -62,7 +61,7 @@ def command(
     from gpuctl.services.session import open_session
 
     terminal = options.terminal(json, no_color, quiet, verbose)
-    bench = _options(collectives, minbytes, maxbytes, factor, iters, warmup_iters, dtype, op, engine, algo)
+    bench = _options(collectives, minbytes, maxbytes, factor, iters, warmup_iters, dtype, op, algo)
     baseline = load_baseline(compare) if compare is not None else None
     request = LaunchRequest(kind="bench", nproc_per_node=nproc_per_node, env=parse_env(env or (), env_file))
     cluster = options.Selection(file, hostfile, nodelist, exclude, nnodes).load()
@@ -89,11 +88,10 @@ def _options(
     warmup_iters: int,
     dtype: str,
     op: str,
-    engine: str,
     algo: str,
 ) -> BenchOptions:
     from gpuctl.collectives.bandwidth import parse_size
-    from gpuctl.collectives.config import Algorithm, Engine, Op
+    from gpuctl.collectives.config import Algorithm, Op
     from gpuctl.services.bench import BenchOptions
 
     return BenchOptions(
@@ -105,7 +103,6 @@ def _options(
         warmup_iters=warmup_iters,
         dtype=dtype,
         op=cast(Op, _one_of("--op", op, ("sum", "prod", "min", "max", "avg"))),
-        engine=cast(Engine, _one_of("--engine", engine, ("torch", "direct"))),
         algo=cast(Algorithm, _one_of("--algo", algo, ("library", "ring", "naive"))),
     )
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gpuctl.agent.worker import Worker, run_program
 from gpuctl.collectives import group, matrix, measure, models
@@ -32,7 +35,9 @@ from gpuctl.collectives.bandwidth import (
     count_per_rank,
     reported_bytes,
 )
+from gpuctl.collectives.communicator import Communicator, Library, find_library
 from gpuctl.collectives.config import BenchConfig
+from gpuctl.collectives.direct import DirectEngine, share_unique_id
 from gpuctl.collectives.engine import Engine, TorchEngine, all_gather_single
 from gpuctl.collectives.operations import Case, allocate, buffer_bytes, count_wrong, fill, operation
 from gpuctl.core.codec import from_json
@@ -40,16 +45,15 @@ from gpuctl.core.codec import from_json
 RESERVED_BYTES = 1 << 30
 """Left free on the device for the library's own buffers (nccl-tests reserves the same)."""
 HOSTNAME_BYTES = 64
-_CPU = torch.device("cpu")
 
 
 def run(config: Mapping[str, Any], worker: Worker) -> None:
     """Measure what ``config`` (a BenchConfig as JSON) asks for and report it from rank 0."""
     settings = from_json(BenchConfig, dict(config))
     _check_world(settings, worker)
-    group.join(worker, backend=settings.backend, timeout_s=settings.timeout_s)
+    place = group.join(worker, backend=settings.backend, timeout_s=settings.timeout_s)
     try:
-        bench = _open(settings, worker)
+        bench = _open(settings, worker, place)
         _report_setup(bench)
         num_rows, num_wrong = 0, 0
         for row in _rows(bench):
@@ -57,8 +61,11 @@ def run(config: Mapping[str, Any], worker: Worker) -> None:
             if worker.env.rank == 0:
                 worker.event("result", **row)
         bench.engine.close()
-    finally:
+    except BaseException:
+        # Without the barrier of leave(): the others may never come to it.
         dist.destroy_process_group()
+        raise
+    group.leave()
     worker.done(rows=num_rows, wrong=num_wrong)
 
 
@@ -73,6 +80,12 @@ class Bench:
     device: torch.device
     limit_bytes: int
     """What the buffers may take on the rank with the least free memory."""
+    store: Store
+    init_s: float
+    """What it took to make the communicator of ``--engine direct``; torch's is made by its first call."""
+    library: Library | None = None
+    torch_engine: Engine | None = None
+    """Torch's engine over the same ranks, to report the difference to ``--engine direct``."""
 
     @property
     def num_ranks(self) -> int:
@@ -86,28 +99,29 @@ def _check_world(settings: BenchConfig, worker: Worker) -> None:
         raise ValueError(f"{worker.env.world_size} ranks came up, {settings.expected_ranks} were expected")
 
 
-def _open(settings: BenchConfig, worker: Worker) -> Bench:
-    rank, world = worker.env.rank, worker.env.world_size
-    device = (
-        torch.device("cuda", worker.env.local_rank) if settings.backend == "nccl" else torch.device("cpu")
-    )
-    groups = settings.groups or (tuple(range(world)),)
-    if sorted(r for members in groups for r in members) != list(range(world)):
+def _open(settings: BenchConfig, worker: Worker, place: group.Group) -> Bench:
+    groups = settings.groups or (tuple(range(place.world_size)),)
+    if sorted(r for members in groups for r in members) != list(range(place.world_size)):
         raise ValueError("every rank must be in one group")
-    engine = _engine(settings, worker, groups, rank, device)
-    return Bench(settings, worker, engine, groups, device, _agree_on_memory(worker, device))
-
-
-def _engine(
-    settings: BenchConfig,
-    worker: Worker,
-    groups: tuple[tuple[int, ...], ...],
-    rank: int,
-    device: torch.device,
-) -> Engine:
+    limit_bytes = _agree_on_memory(worker, place.device)
     handles = [dist.new_group(list(members)) for members in groups] if len(groups) > 1 else [None]
-    mine = next(i for i, members in enumerate(groups) if rank in members)
-    return TorchEngine(handles[mine], device)
+    mine = next(i for i, members in enumerate(groups) if place.rank in members)
+    by_torch = TorchEngine(handles[mine], place.device)
+    bench = Bench(settings, worker, by_torch, groups, place.device, limit_bytes, place.store, 0.0)
+    return bench if settings.engine == "torch" else _go_direct(bench, mine)
+
+
+def _go_direct(bench: Bench, index: int) -> Bench:
+    """Return ``bench`` over our own communicator of group ``index``."""
+    settings, worker, members = bench.settings, bench.worker, bench.groups[index]
+    library = find_library(settings.library_path)
+    dist.barrier()
+    start = time.perf_counter()
+    secret = share_unique_id(library, worker, members=members, key=index, timeout_s=settings.timeout_s)
+    comm = Communicator(library, secret, len(members), members.index(worker.env.rank))
+    init_s = time.perf_counter() - start
+    engine = DirectEngine(comm, bench.device)
+    return replace(bench, engine=engine, init_s=init_s, library=library, torch_engine=bench.engine)
 
 
 def _agree_on_memory(worker: Worker, device: torch.device) -> int:
@@ -140,7 +154,9 @@ def _report_setup(bench: Bench) -> None:
         engine=settings.engine,
         device=torch.cuda.get_device_name(bench.device) if bench.device.type == "cuda" else "cpu",
         torch_version=torch.__version__,
-        library_version=_library_version(bench.device),
+        library_version=bench.library.version() if bench.library else _library_version(bench.device),
+        library_path=bench.library.path if bench.library else None,
+        init_s=bench.init_s if bench.library else None,
         iters=settings.iters,
         warmup_iters=settings.warmup_iters,
     )
@@ -199,7 +215,7 @@ def _measure(
         yield from matrix.measure(bench.engine, size_bytes, bench.settings)
         return
     if row.name == "barrier":
-        yield from _results(bench, row, 0, *_measure_barrier(bench), link)
+        yield from _results(bench, row, 0, _measure_barrier(bench), link)
         return
     settings = bench.settings
     element_bytes = DTYPE_BYTES[settings.dtype]
@@ -209,7 +225,7 @@ def _measure(
         _warn_skipped(bench, row, size_bytes, count)
         return
     actual_bytes = reported_bytes(row, count, element_bytes=element_bytes, num_ranks=bench.num_ranks)
-    yield from _results(bench, row, actual_bytes, *_measure_case(bench, row, case), link)
+    yield from _results(bench, row, actual_bytes, _measure_case(bench, row, case), link)
 
 
 def _warn_skipped(bench: Bench, row: Collective, size_bytes: int, count: int) -> None:
@@ -219,45 +235,61 @@ def _warn_skipped(bench: Bench, row: Collective, size_bytes: int, count: int) ->
     bench.worker.event("warning", message=f"{row.name} of {size_bytes} bytes is left out: {why}")
 
 
-def _measure_case(bench: Bench, row: Collective, case: Case) -> tuple[list[float], int]:
-    """Return this rank's times in seconds and the wrong elements it found."""
+@dataclass(frozen=True)
+class Measured:
+    """What this rank found for one row."""
+
+    times_s: list[float]
+    host_s: float = 0.0
+    """Host time of one call: what it costs to queue it on a GPU."""
+    wrong: int = 0
+    torch_s: float = 0.0
+    """The same by torch, measured only beside ``--engine direct``."""
+
+
+def _measure_case(bench: Bench, row: Collective, case: Case) -> Measured:
+    """Warm up, time, and check on fresh data."""
     settings, engine = bench.settings, bench.engine
     op = operation(row.name, settings.algo)
     buffers = allocate(op, case, bench.device)
     fill(op, case, buffers)
 
-    def call() -> None:
-        op.call(engine, case, buffers.send, buffers.receive)
+    def call_on(engine: Engine) -> measure.Timing:
+        def call() -> None:
+            op.call(engine, case, buffers.send, buffers.receive)
 
-    for _ in range(settings.warmup_iters):
-        call()
-    engine.barrier()
-    times = measure.time_calls(call, iters=settings.iters, device=bench.device)
+        for _ in range(settings.warmup_iters):
+            call()
+        engine.barrier()
+        return measure.time_calls(call, iters=settings.iters, device=bench.device)
+
+    timing = call_on(engine)
+    beside = call_on(bench.torch_engine) if bench.torch_engine is not None else None
+    torch_s = statistics.fmean(beside.times_s) if beside is not None else 0.0
     if not settings.check:
-        return times, 0
+        return Measured(timing.times_s, timing.host_s, 0, torch_s)
     # Filled again: what was reduced in place many times over has left the exact values long ago.
     fill(op, case, buffers)
     engine.barrier()
-    call()
-    return times, count_wrong(op, case, buffers)
+    op.call(engine, case, buffers.send, buffers.receive)
+    return Measured(timing.times_s, timing.host_s, count_wrong(op, case, buffers), torch_s)
 
 
-def _measure_barrier(bench: Bench) -> tuple[list[float], int]:
+def _measure_barrier(bench: Bench) -> Measured:
     """Time the barrier, then see that nobody left it before the last one came.
 
     The store counts arrivals: a rank that leaves must find all of its group counted.
     """
     for _ in range(bench.settings.warmup_iters):
         bench.engine.barrier()
-    times = measure.time_calls(bench.engine.barrier, iters=bench.settings.iters, device=bench.device)
-    store = dist.distributed_c10d._get_default_store()
+    timing = measure.time_calls(bench.engine.barrier, iters=bench.settings.iters, device=bench.device)
     key = f"gpuctl/bench/barrier/{min(_my_group(bench))}"
-    store.add(key, 1)
+    bench.store.add(key, 1)
     bench.engine.barrier()
     if bench.device.type == "cuda":
         torch.cuda.synchronize(bench.device)
-    arrived = int(store.add(key, 0))
-    return times, bench.num_ranks - arrived
+    arrived = int(bench.store.add(key, 0))
+    return Measured(timing.times_s, timing.host_s, max(0, bench.num_ranks - arrived))
 
 
 def _my_group(bench: Bench) -> tuple[int, ...]:
@@ -265,32 +297,26 @@ def _my_group(bench: Bench) -> tuple[int, ...]:
 
 
 def _results(
-    bench: Bench,
-    row: Collective,
-    size_bytes: int,
-    times_s: list[float],
-    wrong: int,
-    link: models.Link | None,
+    bench: Bench, row: Collective, size_bytes: int, mine: Measured, link: models.Link | None
 ) -> Iterator[dict[str, Any]]:
-    """Bring every rank's times together and yield one row a group."""
-    by_rank = _gather(torch.tensor([*times_s, float(wrong)], dtype=torch.float64, device=bench.device))
+    """Bring every rank's figures together and yield one row a group."""
+    values = [mine.host_s, mine.torch_s, float(mine.wrong), *mine.times_s]
+    by_rank = _gather(torch.tensor(values, dtype=torch.float64, device=bench.device))
     for index, members in enumerate(bench.groups):
-        times = [by_rank[rank][:-1] for rank in members]
-        wrong_elements = int(sum(by_rank[rank][-1] for rank in members))
-        yield _row(bench, row, size_bytes, members, index, times, wrong_elements, link)
+        yield _row(bench, row, size_bytes, index, [by_rank[rank] for rank in members], link)
 
 
 def _row(
     bench: Bench,
     row: Collective,
     size_bytes: int,
-    members: tuple[int, ...],
     index: int,
-    times_s: list[list[float]],
-    wrong: int,
+    figures: list[list[float]],
     link: models.Link | None,
 ) -> dict[str, Any]:
-    settings = bench.settings
+    settings, members = bench.settings, bench.groups[index]
+    times_s = [rank[3:] for rank in figures]
+    host_s, torch_s, wrong = (sum(rank[i] for rank in figures) for i in range(3))
     stats = asdict(measure.summarise(times_s))
     slowest = members[stats.pop("slowest_rank")]
     rates = bandwidth(row, size_bytes, time_s=stats["mean"] / 1e6, num_ranks=len(members))
@@ -306,13 +332,15 @@ def _row(
         "algo": settings.algo,
         "engine": bench.engine.name,
         "time_us": stats,
+        "host_us": host_s / len(members) * 1e6,
+        "torch_us": torch_s / len(members) * 1e6 if torch_s else None,
+        "model_us": models.predict_us(settings.algo, row.name, size_bytes, len(members), link),
         "cv": measure.variation(times_s),
         "slowest_rank": slowest,
         "algbw_gb_s": rates.algbw_gb_s if row.moves_data else None,
         "busbw_gb_s": rates.busbw_gb_s if row.moves_data else None,
-        "model_us": models.predict_us(settings.algo, row.name, size_bytes, len(members), link),
-        "wrong": wrong,
-        "checked": settings.check,
+        "wrong": int(wrong),
+        "checked": settings.check or not row.moves_data,
         "iters": settings.iters,
         "warmup_iters": settings.warmup_iters,
     }

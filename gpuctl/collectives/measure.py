@@ -31,8 +31,17 @@ class TimeStats:
     slowest_rank: int
 
 
-def time_calls(call: Callable[[], None], *, iters: int, device: torch.device) -> list[float]:
-    """Return seconds an operation: one value a batch (GPU) or an iteration (CPU)."""
+@dataclass(frozen=True)
+class Timing:
+    """One rank's timing: seconds an operation, a value a batch (GPU) or a call (CPU)."""
+
+    times_s: list[float]
+    host_s: float
+    """What one call held the host up: on a GPU the cost of queueing it."""
+
+
+def time_calls(call: Callable[[], None], *, iters: int, device: torch.device) -> Timing:
+    """Time ``iters`` calls on this rank."""
     if device.type == "cuda":
         return _time_on_stream(call, iters, device)
     times = []
@@ -40,12 +49,7 @@ def time_calls(call: Callable[[], None], *, iters: int, device: torch.device) ->
         start = time.perf_counter()
         call()
         times.append(time.perf_counter() - start)
-    return times
-
-
-def num_times(iters: int, device: torch.device) -> int:
-    """Return how many values :func:`time_calls` returns."""
-    return min(NUM_BATCHES, iters) if device.type == "cuda" else iters
+    return Timing(times, statistics.fmean(times))
 
 
 def summarise(times_s: Sequence[Sequence[float]]) -> TimeStats:
@@ -79,20 +83,20 @@ def variation(times_s: Sequence[Sequence[float]]) -> float:
     return float(statistics.stdev(repeats) / statistics.fmean(repeats))
 
 
-def _time_on_stream(call: Callable[[], None], iters: int, device: torch.device) -> list[float]:
+def _time_on_stream(call: Callable[[], None], iters: int, device: torch.device) -> Timing:
     batches = _batches(iters)
     with torch.cuda.device(device):
         marks = [_event() for _ in range(len(batches) + 1)]
+        start = time.perf_counter()
         marks[0].record()
         for size, mark in zip(batches, marks[1:], strict=True):
             for _ in range(size):
                 call()
             mark.record()
+        host_s = (time.perf_counter() - start) / iters
         marks[-1].synchronize()
-    return [
-        begin.elapsed_time(end) / 1e3 / size
-        for begin, end, size in zip(marks, marks[1:], batches, strict=False)
-    ]
+    spans = zip(marks, marks[1:], batches, strict=False)
+    return Timing([begin.elapsed_time(end) / 1e3 / size for begin, end, size in spans], host_s)
 
 
 def _batches(iters: int) -> list[int]:

@@ -74,4 +74,4 @@ def _message_time_s(engine: Engine, size_bytes: int) -> float:
 
     call()
     engine.barrier()
-    return median(measure.time_calls(call, iters=ITERS, device=engine.device))
+    return median(measure.time_calls(call, iters=ITERS, device=engine.device).times_s)

@@ -87,6 +87,8 @@ def resolve_dims(
             f"--zero {zero} contradicts -s {row.name}, which is stage {row.zero}",
             hint=f"`-s {wanted}`" if wanted else None,
         )
+    if model.dim % (2 * model.num_heads):
+        raise DoesNotFit(f"dim {model.dim} does not divide over {model.num_heads} heads of even size")
     if model.num_heads % model.num_kv_heads:
         raise DoesNotFit(f"{model.num_heads} heads cannot share {model.num_kv_heads} key/value heads evenly")
     return ParallelDims(dp=world_size, zero=row.zero)

@@ -11,7 +11,7 @@ import io
 import os
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gpuctl
@@ -25,7 +25,7 @@ class Archive:
     """A zip and the tree hash of what it holds."""
 
     sha256: str
-    data: bytes
+    data: bytes = field(repr=False)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import time
 from dataclasses import dataclass
@@ -127,12 +128,17 @@ def _gather_json(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rename(scratch: Path, final: Path) -> None:
-    """Put the node's parts in place; on a shared disk another node may have done it already."""
-    try:
-        scratch.rename(final)
-    except OSError:
-        if scratch.exists() or not final.is_dir():
-            raise
+    """Put the node's parts in place, instead of an earlier attempt's at the same step.
+
+    On a shared disk another node may have done it already.
+    """
+    if not scratch.exists() and final.is_dir():
+        return
+    replaced = scratch.with_suffix(".replaced")
+    if final.exists():
+        final.rename(replaced)
+    scratch.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)
     _fsync_directory(final.parent)
 
 
