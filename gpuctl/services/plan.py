@@ -102,10 +102,7 @@ def make_plan(
 
 def _vendors(cluster: Cluster, facts: Sequence[NodeFacts]) -> list[Vendor]:
     """Return each node's vendor; one communicator cannot mix NVIDIA, AMD and CPU ranks."""
-    found = [
-        fact.vendor or Vendor.CPU if spec.vendor == "auto" else spec.vendor
-        for spec, fact in zip(cluster.nodes, facts, strict=True)
-    ]
+    found = [_vendor(spec, fact) for spec, fact in zip(cluster.nodes, facts, strict=True)]
     by_vendor: dict[Vendor, list[str]] = {}
     for spec, vendor in zip(cluster.nodes, found, strict=True):
         by_vendor.setdefault(vendor, []).append(spec.host)
@@ -118,6 +115,18 @@ def _vendors(cluster: Cluster, facts: Sequence[NodeFacts]) -> list[Vendor]:
             hint=f"run on one kind: `--nodelist {fold(largest)}`",
         )
     return found
+
+
+def _vendor(spec: NodeSpec, fact: NodeFacts) -> Vendor:
+    if spec.vendor != "auto":
+        return spec.vendor
+    if fact.vendor is None:
+        raise CheckFailed(
+            f"{spec.host}: whether it has GPUs could not be told",
+            cause="; ".join(problem.message for problem in fact.problems) or None,
+            hint="set `vendor:` for this node if it shall run anyway",
+        )
+    return fact.vendor
 
 
 def _devices(

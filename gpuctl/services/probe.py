@@ -79,6 +79,10 @@ LC_ALL=C; export LC_ALL
 PATH="$PATH:@PATHS@"; export PATH
 T=$(mktemp -d "${TMPDIR:-/tmp}/gpuctl-probe.XXXXXX") || exit 9
 jobs=0
+kill_tree() {
+  for c in $(cat "/proc/$1/task/$1/children" 2>/dev/null); do kill_tree "$c"; done
+  kill -9 "$1" 2>/dev/null
+}
 job() {
   n=$1; shift; jobs=$((jobs + 1))
   ( ( "$@" ) >"$T/$n.out" 2>"$T/$n.err" </dev/null; echo $? >"$T/$n.code"; mv "$T/$n.code" "$T/$n.rc" ) \
@@ -93,7 +97,7 @@ while [ "$(ls "$T" | grep -c '\.rc$')" -lt "$jobs" ] && [ $i -lt @TICKS@ ]; do
   i=$((i + 1)); sleep 0.05 2>/dev/null || { sleep 1; i=$((i + 19)); }
 done
 for n in @NAMES@; do
-  if [ -f "$T/$n.rc" ]; then rc=$(cat "$T/$n.rc"); else rc=124; eval "kill -9 \$pid_$n" 2>/dev/null; fi
+  if [ -f "$T/$n.rc" ]; then rc=$(cat "$T/$n.rc"); else rc=124; eval "kill_tree \$pid_$n"; fi
   echo "@@@NONCE@ begin $n $rc"
   cat "$T/$n.out" 2>/dev/null
   echo; echo "@@@NONCE@ stderr $n"
@@ -158,8 +162,13 @@ done 2>/dev/null | grep -E ' 0x(10de|1002) .* 0x(0300|0302|0380|1200)'; true
 
 
 def _routes(peers: Sequence[str]) -> str:
-    lines = [f"echo {shlex.quote('peer ' + p)}; ip -o route get {shlex.quote(p)} 2>&1" for p in peers]
-    return "; ".join(lines) or "true"
+    # ip takes no names: the node resolves them as its ranks would; getent leaves a literal as it is
+    return "; ".join(_route(shlex.quote(peer)) for peer in peers) or "true"
+
+
+def _route(peer: str) -> str:
+    address = f"$(getent ahosts {peer} | awk 'NR == 1 {{print $1}}')"
+    return f'echo "peer "{peer}; ip -o route get "{address}" 2>&1'
 
 
 def _python(spec: NodeSpec) -> str:
@@ -275,11 +284,11 @@ def _with_gpus(
         usable = [g for g in reading.gpus or () if not g.is_integrated]
         if usable and vendor is Vendor.CPU:
             vendor, chosen = Vendor(name), reading
-    if facts.gpu_count_by_os and not gpus and not could_tell:
+    if not gpus and not could_tell:
+        # a tool is there and gave no answer: what the kernel shows decides, and without that nobody can tell
         pci = answers["pci"].stdout
-        return replace(
-            facts, vendor=Vendor.NVIDIA if "0x10de" in pci else Vendor.AMD, problems=tuple(problems)
-        )
+        by_pci = Vendor.NVIDIA if "0x10de" in pci else Vendor.AMD
+        return replace(facts, vendor=by_pci if pci.strip() else None, problems=tuple(problems))
     return replace(
         facts,
         vendor=vendor,
@@ -298,7 +307,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _int(text: str | None) -> int | None:
-    return int(text) if text and re.fullmatch(r"\d{1,18}", text) else None
+    return int(text) if text and re.fullmatch(r"[0-9]{1,18}", text) else None
 
 
 def _kib(text: str | None) -> int | None:
@@ -397,8 +406,10 @@ def _limits(text: str) -> dict[str, int]:
     for line in text.splitlines():
         for title, name in LIMITS.items():
             if line.startswith(title):
-                soft = line[len(title) :].split()[0]
-                found[name] = -1 if soft == "unlimited" else int(soft)
+                soft = (line[len(title) :].split() or [""])[0]
+                value = -1 if soft == "unlimited" else _int(soft)
+                if value is not None:
+                    found[name] = value
     return found
 
 

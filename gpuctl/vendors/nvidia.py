@@ -92,7 +92,9 @@ def _rows(text: str, width: int) -> list[list[str]]:
     rows = csv.reader(text.splitlines(), skipinitialspace=True)
     try:
         return [
-            [cell.strip() for cell in row] for row in rows if len(row) == width and row[0].strip().isdigit()
+            [cell.strip() for cell in row]
+            for row in rows
+            if len(row) == width and re.fullmatch(r"[0-9]{1,4}", row[0].strip())
         ]
     except csv.Error:
         return []
@@ -102,7 +104,7 @@ def _gpu(row: Sequence[str]) -> Gpu | None:
     index, uuid, name, bus, memory, _ = row
     sick = next((cell for cell in row if any(text in cell for text in SICK)), None)
     return Gpu(
-        index=int(index[:6]),
+        index=int(index),
         vendor=Vendor.NVIDIA,
         name=_known(name),
         uuid=uuid if re.fullmatch(r"(GPU|MIG)-[0-9a-fA-F-]+", uuid) else None,
@@ -116,7 +118,7 @@ def _gpu(row: Sequence[str]) -> Gpu | None:
 def _with_extras(gpus: Sequence[Gpu], answer: ToolAnswer | None) -> list[Gpu]:
     if answer is None or answer.exit_code != 0:
         return list(gpus)
-    by_index = {int(row[0][:6]): row for row in _rows(answer.stdout, len(EXTRA_FIELDS))}
+    by_index = {int(row[0]): row for row in _rows(answer.stdout, len(EXTRA_FIELDS))}
     return [_with_extra(gpu, by_index[gpu.index]) if gpu.index in by_index else gpu for gpu in gpus]
 
 
@@ -141,7 +143,7 @@ def _with_processes(gpus: Sequence[Gpu], answer: ToolAnswer | None) -> list[Gpu]
     by_uuid: dict[str, list[GpuProcess]] = {}
     for line in answer.stdout.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) >= 4 and cells[1].isdigit():
+        if len(cells) >= 4 and re.fullmatch(r"[0-9]{1,9}", cells[1]):
             process = GpuProcess(
                 int(cells[1]), command=_known(",".join(cells[2:-1])), memory_bytes=_mib(cells[-1])
             )
