@@ -177,3 +177,22 @@ def test_clean_removes_finished_runs_everywhere(lab: Lab) -> None:
     assert all(node["removed"] for node in json.loads(done.stdout)["nodes"].values())
     shown = json.loads(lab.gpuctl("status", "-f", cluster, "-a", "--json").stdout)
     assert shown["runs"] == []
+
+
+def test_a_node_behind_a_jump_host_is_entered_through_it(lab: Lab, other_home: Path) -> None:
+    config = (lab.folder / "client/.ssh/config").read_text()
+    last = lab.nodes[1]
+    host = last.name if lab.is_namespaced else last.address
+    behind = f"Host {host}\n  ProxyJump {lab.nodes[0].name}\n"
+    (other_home / ".ssh/config").write_text(behind + config)
+    (other_home / ".ssh/config").chmod(0o600)
+    process = lab.client(
+        "exec", "-f", str(lab.cluster_yaml(2)), "--nodelist", host, "--json",
+        "--", "sh", "-c", "echo $SSH_CONNECTION",
+        env={"GPUCTL_SSH_CONFIG": str(other_home / ".ssh/config")},
+    )  # fmt: skip
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    came_from = json.loads(out)["nodes"][0]["stdout"].split()[0]
+    if lab.is_namespaced:
+        assert came_from == lab.nodes[0].address
