@@ -15,6 +15,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
+from gpuctl.collectives.verdict import Comparison, SlowLink, Verdict
 from gpuctl.core.hardware import FactsFile, NodeFacts
 from gpuctl.core.plan import Plan
 from gpuctl.core.run import RankFailure, RunRecord
@@ -86,6 +87,8 @@ STRING, NUMBER, INTEGER, BOOLEAN = (
     {"type": "boolean"},
 )
 MAYBE_NUMBER = {"type": ["number", "null"]}
+MAYBE_STRING = {"type": ["string", "null"]}
+MAYBE_INTEGER = {"type": ["integer", "null"]}
 
 
 def _run() -> dict[str, Any]:
@@ -126,16 +129,24 @@ def _event() -> dict[str, Any]:
 
 def _bench() -> dict[str, Any]:
     times = fixed(dict.fromkeys(("mean", "min", "median", "p95", "max"), NUMBER))
-    row = {
-        "collective": STRING, "size_bytes": INTEGER, "count": INTEGER, "dtype": STRING, "num_ranks": INTEGER,
-        "time_us": times, "algbw_gb_s": MAYBE_NUMBER, "busbw_gb_s": MAYBE_NUMBER,
-        "wrong": {"type": ["integer", "null"]}, "checked": BOOLEAN,
+    both = {
+        "collective": STRING, "size_bytes": INTEGER, "dtype": STRING, "num_ranks": INTEGER, "algo": STRING,
+        "engine": STRING, "wrong": INTEGER, "checked": BOOLEAN, "iters": INTEGER, "warmup_iters": INTEGER,
     }  # fmt: skip
+    row = {
+        **both, "count": INTEGER, "op": MAYBE_STRING, "root": MAYBE_INTEGER, "group": MAYBE_INTEGER,
+        "time_us": times, "host_us": NUMBER, "torch_us": MAYBE_NUMBER, "model_us": MAYBE_NUMBER, "cv": NUMBER,
+        "slowest_rank": INTEGER, "algbw_gb_s": MAYBE_NUMBER, "busbw_gb_s": MAYBE_NUMBER,
+    }  # fmt: skip
+    matrix = {**both, "bandwidth_gb_s": array(array(MAYBE_NUMBER)), "latency_us": array(array(MAYBE_NUMBER))}
+    link = fixed({"alpha_us": NUMBER, "bandwidth_gb_s": NUMBER, "crossing_bytes": NUMBER})
     properties = {
-        "schema_version": VERSION, "run": STRING, "collective": STRING, "collectives": array(STRING),
-        "setup": {"type": "object"},
-        "results": array({"type": "object", "properties": row, "required": list(row)}),
-        "wrong": INTEGER, "warnings": array(STRING),
+        "schema_version": VERSION, "run": STRING, "collective": MAYBE_STRING, "collectives": array(STRING),
+        "setup": {"type": "object"}, "link": {"anyOf": [link, {"type": "null"}]},
+        "results": array({"anyOf": [fixed(row), fixed(matrix)]}),
+        "wrong": INTEGER, "verdicts": array(of(Verdict)),
+        "comparisons": {"anyOf": [array(of(Comparison)), {"type": "null"}]},
+        "slow_links": array(of(SlowLink)), "warnings": array(STRING),
     }  # fmt: skip
     return {"type": "object", "properties": properties, "required": list(properties)}
 

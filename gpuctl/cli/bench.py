@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 
 import typer
 
 from gpuctl.cli import launch, options
+from gpuctl.cli.bench_text import Table, csv_text, matrix_lines, plot_lines, report_lines, warning_lines
 from gpuctl.cli.planning import build_plan, gather_facts, parse_env
-from gpuctl.cli.render import Terminal, bytes_text
+from gpuctl.cli.render import Terminal
+from gpuctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from gpuctl.core.plan import Plan
+    from gpuctl.core.cluster import Cluster
+    from gpuctl.core.plan import EnvVar, Plan
     from gpuctl.services.bench import BenchCollector, BenchOptions, BenchReport
     from gpuctl.services.session import Session
 
@@ -20,14 +24,15 @@ EPILOG = """\b
 Examples:
   gpuctl bench allreduce
   gpuctl bench all_reduce all_gather --maxbytes 256M
+  gpuctl bench allreduce --algo ring --maxbytes 16M
+  gpuctl bench p2p --minbytes 4M --maxbytes 4M
   gpuctl bench allreduce --save monday; gpuctl bench allreduce --compare monday
 """
-COLUMNS = ("collective", "size", "count", "median us", "p95 us", "algbw GB/s", "busbw GB/s", "wrong")
 
 
 def command(
     collectives: Annotated[
-        list[str], typer.Argument(metavar="COLLECTIVE...", help="all_reduce, all_gather, ...")
+        list[str], typer.Argument(metavar="COLLECTIVE...", help="all_reduce, all_gather, ..., p2p.")
     ],
     minbytes: Annotated[str, typer.Option("--minbytes", help="Smallest size (M = MiB).")] = "1K",
     maxbytes: Annotated[
@@ -38,9 +43,18 @@ def command(
     warmup_iters: Annotated[int, typer.Option("--warmup-iters", help="Calls before them.", min=0)] = 5,
     dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16, ...")] = "float32",
     op: Annotated[str, typer.Option("--op", help="sum, prod, min, max, avg.")] = "sum",
+    root: Annotated[int, typer.Option("--root", help="The rank of broadcast, reduce, ...", min=0)] = 0,
+    engine: Annotated[str, typer.Option("--engine", help="torch or direct.")] = "torch",
+    library: Annotated[
+        str | None, typer.Option("--library", help="libnccl or librccl for --engine direct.")
+    ] = None,
     algo: Annotated[str, typer.Option("--algo", help="library, ring or naive.")] = "library",
+    per_node: Annotated[bool, typer.Option("--per-node", help="A group a node: its inside.")] = False,
+    per_rail: Annotated[bool, typer.Option("--per-rail", help="A group a local rank: the network.")] = False,
     save: Annotated[str | None, typer.Option("--save", help="Keep the result under this name.")] = None,
     compare: Annotated[str | None, typer.Option("--compare", help="Judge against a kept result.")] = None,
+    csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Bars below the table.")] = False,
     env: launch.Env = None,
     env_file: launch.EnvFile = None,
     file: options.File = None,
@@ -56,45 +70,15 @@ def command(
     debug: options.Debug = False,
 ) -> int:
     """Measure collectives: algbw and busbw as nccl-tests defines them, every result checked."""
-    from gpuctl.services.bench import load_baseline, raise_if_bad, save_baseline
-    from gpuctl.services.plan import LaunchRequest
-    from gpuctl.services.session import open_session
-
-    terminal = options.terminal(json, no_color, quiet, verbose)
-    bench = _options(collectives, minbytes, maxbytes, factor, iters, warmup_iters, dtype, op, algo)
-    baseline = load_baseline(compare) if compare is not None else None
-    request = LaunchRequest(kind="bench", nproc_per_node=nproc_per_node, env=parse_env(env or (), env_file))
-    cluster = options.Selection(file, hostfile, nodelist, exclude, nnodes).load()
-    with open_session(cluster) as session:
-        facts = gather_facts(session, terminal)
-        plan = build_plan(cluster, facts, request)
-        plan, collector, code = _run(plan, bench, session, terminal)
-        if code != 0:
-            return code
-        report = collector.report(plan, facts=facts, baseline=baseline)
-    if save is not None:
-        terminal.note(f"kept as {save_baseline(save, report)}")
-    _print(report, terminal)
-    raise_if_bad(report)
-    return 0
-
-
-def _options(
-    collectives: list[str],
-    minbytes: str,
-    maxbytes: str | None,
-    factor: float,
-    iters: int,
-    warmup_iters: int,
-    dtype: str,
-    op: str,
-    algo: str,
-) -> BenchOptions:
     from gpuctl.collectives.bandwidth import parse_size
-    from gpuctl.collectives.config import Algorithm, Op
+    from gpuctl.collectives.config import Algorithm, Engine, Op
     from gpuctl.services.bench import BenchOptions
 
-    return BenchOptions(
+    if json and csv:
+        raise UsageError("--json and --csv are two answers", hint="give one of them")
+    if per_node and per_rail:
+        raise UsageError("--per-node and --per-rail are two ways to group", hint="give one of them")
+    bench = BenchOptions(
         collectives=tuple(collectives),
         min_bytes=parse_size(minbytes),
         max_bytes=None if maxbytes is None else parse_size(maxbytes),
@@ -102,71 +86,104 @@ def _options(
         iters=iters,
         warmup_iters=warmup_iters,
         dtype=dtype,
-        op=cast(Op, _one_of("--op", op, ("sum", "prod", "min", "max", "avg"))),
-        algo=cast(Algorithm, _one_of("--algo", algo, ("library", "ring", "naive"))),
+        op=cast(Op, _one_of("--op", op, get_args(Op))),
+        root=root,
+        engine=cast(Engine, _one_of("--engine", engine, get_args(Engine))),
+        library_path=library,
+        algo=cast(Algorithm, _one_of("--algo", algo, get_args(Algorithm))),
+        per="node" if per_node else "rail" if per_rail else None,
     )
+    terminal = options.terminal(json, no_color, quiet, verbose)
+    cluster = options.Selection(file, hostfile, nodelist, exclude, nnodes).load()
+    variables = parse_env(env or (), env_file)
+    return _measure(bench, cluster, variables, nproc_per_node, Output(terminal, csv, plot), save, compare)
+
+
+@dataclass(frozen=True)
+class Output:
+    """How the answer is printed."""
+
+    terminal: Terminal
+    is_csv: bool
+    has_plot: bool
+
+    @property
+    def has_table(self) -> bool:
+        return not (self.terminal.is_json or self.is_csv)
 
 
 def _one_of(flag: str, value: str, known: tuple[str, ...]) -> str:
-    from gpuctl.errors import UsageError
-
     if value not in known:
         raise UsageError(f"{flag} {value}: unknown", hint=f"one of {', '.join(known)}")
     return value
 
 
-def _run(
-    plan: Plan, bench: BenchOptions, session: Session, terminal: Terminal
-) -> tuple[Plan, BenchCollector, int]:
-    from gpuctl.services.bench import BenchCollector, with_bench
+def _measure(
+    bench: BenchOptions,
+    cluster: Cluster,
+    variables: tuple[EnvVar, ...],
+    nproc_per_node: int | None,
+    output: Output,
+    save: str | None,
+    compare: str | None,
+) -> int:
+    from gpuctl.services.bench import load_baseline, raise_if_bad, save_baseline, with_bench
+    from gpuctl.services.plan import LaunchRequest
+    from gpuctl.services.session import open_session
+
+    terminal = output.terminal
+    baseline = load_baseline(compare) if compare is not None else None
+    request = LaunchRequest(kind="bench", nproc_per_node=nproc_per_node, env=variables)
+    with open_session(cluster) as session:
+        facts = gather_facts(session, terminal)
+        plan = with_bench(build_plan(cluster, facts, request), bench)
+        collector, code = _run(plan, bench, session, output)
+        if code != 0:
+            return code
+        report = collector.report(plan, facts=facts, baseline=baseline)
+    _print(report, output)
+    if save is not None:
+        terminal.note(f"kept as {save_baseline(save, report)}")
+    raise_if_bad(report)
+    return 0
+
+
+def _run(plan: Plan, bench: BenchOptions, session: Session, output: Output) -> tuple[BenchCollector, int]:
+    """Run the plan with the table growing row by row."""
+    from gpuctl.services.bench import BenchCollector
     from gpuctl.services.launch import Uploads
 
-    plan = with_bench(plan, bench)
-    collector = BenchCollector(lambda row: None if terminal.is_json else _print_row(row, terminal))
-    quiet = Terminal(is_quiet=True) if terminal.is_json else terminal
-    if not terminal.is_json:
-        terminal.data("  ".join(f"{c:>{w}}" for c, w in zip(COLUMNS, WIDTHS, strict=True)))
-    code = launch.run_plan(plan, session, Uploads(), quiet, False, also=collector.on_event)
-    return plan, collector, code
-
-
-WIDTHS = (14, 10, 12, 11, 11, 10, 10, 6)
-
-
-def _print_row(row: Mapping[str, Any], terminal: Terminal) -> None:
-    if row.get("collective") == "p2p":
-        return
-    times = row["time_us"]
-    cells = (
-        row["collective"],
-        bytes_text(row["size_bytes"]),
-        row["count"],
-        f"{times['median']:.1f}",
-        f"{times['p95']:.1f}",
-        "-" if row["algbw_gb_s"] is None else f"{row['algbw_gb_s']:.3f}",
-        "-" if row["busbw_gb_s"] is None else f"{row['busbw_gb_s']:.3f}",
-        row["wrong"] if row["checked"] else "n/a",
+    terminal = output.terminal
+    table = Table(
+        has_groups=bench.per is not None,
+        has_model=bench.algo != "library",
+        has_torch=bench.engine == "direct",
     )
-    terminal.data("  ".join(f"{cell!s:>{w}}" for cell, w in zip(cells, WIDTHS, strict=True)))
+
+    def show(row: Mapping[str, Any]) -> None:
+        for line in matrix_lines(row) if row["collective"] == "p2p" else (table.line(row),):
+            terminal.data(line)
+
+    collector = BenchCollector(show if output.has_table else None)
+    if output.has_table and plan.program.config["collectives"] != ["p2p"]:
+        terminal.data(table.head())
+    quiet = terminal if output.has_table else Terminal(is_quiet=True)
+    return collector, launch.run_plan(plan, session, Uploads(), quiet, False, also=collector.on_event)
 
 
-def _print(report: BenchReport, terminal: Terminal) -> None:
+def _print(report: BenchReport, output: Output) -> None:
     from gpuctl.services.bench import document
 
+    terminal = output.terminal
     if terminal.is_json:
         terminal.json(document(report))
         return
-    for warning in report.warnings:
-        terminal.warn(warning)
-    for verdict in report.verdicts:
-        measured = f"{verdict.collective}, {verdict.regime} sizes: {verdict.measured:.3g} {verdict.unit}"
-        share = "" if verdict.ratio is None else f" ({verdict.ratio:.0%} of {verdict.reference:.3g})"
-        terminal.data(f"{measured}{share}: {verdict.level}" + (f", {verdict.note}" if verdict.note else ""))
-    for link in report.slow_links:
-        ranks = "-".join(map(str, link.ranks))
-        terminal.warn(f"rank {ranks}: {link.bandwidth_gb_s:.3g} GB/s, the median is {link.median_gb_s:.3g}")
-    for comparison in report.comparisons or ():
-        if comparison.is_regression:
-            terminal.warn(
-                f"{comparison.collective} {comparison.size_bytes} bytes: {comparison.slowdown:+.0%}"
-            )
+    for line in warning_lines(report):
+        terminal.warn(line)
+    if output.is_csv:
+        terminal.data(csv_text(report.results))
+        return
+    for line in plot_lines(report.results) if output.has_plot else ():
+        terminal.data(line)
+    for line in report_lines(report):
+        terminal.data(line)

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from gpuctl.agent.worker import Worker, run_program
-from gpuctl.collectives import group, matrix, measure, models
+from gpuctl.collectives import group, matrix, measure, models, naive
 from gpuctl.collectives.bandwidth import (
     DTYPE_BYTES,
     Collective,
@@ -188,7 +188,7 @@ def _rows(bench: Bench) -> Iterator[dict[str, Any]]:
     bench.worker.phase("first_step")
     link = models.measure_link(bench.engine) if bench.settings.algo != "library" else None
     if link is not None and bench.worker.env.rank == 0:
-        bench.worker.event("link", alpha_us=link.alpha_s * 1e6, bandwidth_gb_s=link.bandwidth_b_s / 1e9)
+        _report_link(bench, link)
     index = 0
     for word in bench.settings.collectives:
         row = collective(word)
@@ -199,6 +199,17 @@ def _rows(bench: Bench) -> Iterator[dict[str, Any]]:
                 index += 1
             if _should_stop(bench):
                 return
+
+
+def _report_link(bench: Bench, link: models.Link) -> None:
+    bench.worker.event(
+        "link",
+        alpha_us=link.alpha_s * 1e6,
+        bandwidth_gb_s=link.bandwidth_b_s / 1e9,
+        crossing_bytes=naive.crossing_bytes(
+            bench.num_ranks, alpha_s=link.alpha_s, bandwidth_b_s=link.bandwidth_b_s
+        ),
+    )
 
 
 def _should_stop(bench: Bench) -> bool:

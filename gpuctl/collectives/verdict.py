@@ -26,6 +26,9 @@ REGRESSION = 0.05
 NOISE_FACTOR = 3.0
 """... but not what the spread of the repeats explains: three times their coefficient of variation."""
 
+MIN_LINKS = 6
+"""Both directions between three ranks: fewer have no median worth the name."""
+
 Level = Literal["good", "fair", "bad", "unknown"]
 
 
@@ -162,24 +165,27 @@ class SlowLink:
     ranks: tuple[int, ...]
     bandwidth_gb_s: float
     median_gb_s: float
+    host: str | None = None
+    """The node, or ``from -> to``; filled in by who knows where the ranks are."""
 
 
 def slow_links(matrix: Sequence[Sequence[float | None]]) -> tuple[SlowLink, ...]:
     """Name what is under 75 % of the median link.
 
-    A rank most of whose links are slow is named alone; its pairs are then not repeated.
+    A rank most of whose links are slow is named alone; its pairs are then not repeated. Two ranks
+    have no typical link to be held against.
     """
     cells = {
         (i, j): value for i, line in enumerate(matrix) for j, value in enumerate(line) if value is not None
     }
-    if not cells:
+    if len(cells) < MIN_LINKS:
         return ()
     typical = _median(list(cells.values()))
     slow = {pair for pair, value in cells.items() if value < BAD * typical}
     found = []
     for rank in range(len(matrix)):
         mine = [pair for pair in cells if rank in pair]
-        if len(matrix) > 2 and mine and sum(pair in slow for pair in mine) > len(mine) / 2:
+        if mine and sum(pair in slow for pair in mine) > len(mine) / 2:
             found.append(SlowLink((rank,), _median([cells[pair] for pair in mine]), typical))
     blamed = {link.ranks[0] for link in found}
     for i, j in sorted(slow):

@@ -145,8 +145,8 @@ def _check(
         raise UsageError(f"--op avg is not there for {options.dtype} on {backend}", hint="--op sum")
     if options.algo != "library":
         _check_by_hand(options, names)
-    if options.engine == "direct":
-        raise UsageError("the engine direct is not there yet", hint="the engine is torch")
+    if options.engine == "direct" and backend == "gloo" and options.library_path is None:
+        raise UsageError("--engine direct needs NCCL or RCCL, these are CPU ranks", hint="--engine torch")
     if groups and "p2p" in names:
         raise UsageError("p2p measures every pair, groups are not for it", hint="leave the groups out")
     smallest = min((len(members) for members in groups), default=world_size)
@@ -208,11 +208,19 @@ class BenchCollector:
             warnings=tuple(self._warnings),
             verdicts=judge(self._rows, hardware_of(plan, facts), plan.backend),
             comparisons=compare(self._rows, baseline["results"]) if baseline is not None else None,
-            slow_links=slow_links(matrices[-1]["bandwidth_gb_s"]) if matrices else (),
+            slow_links=_name_hosts(plan, slow_links(matrices[-1]["bandwidth_gb_s"])) if matrices else (),
         )
 
 
 _ENVELOPE = frozenset({"event", "run", "generation", "time", "rank", "node", "schema_version"})
+
+
+def _name_hosts(plan: Plan, links: Sequence[SlowLink]) -> tuple[SlowLink, ...]:
+    """Add the nodes' names: a rank is nothing that one can go and look at."""
+    return tuple(
+        dataclasses.replace(link, host=" -> ".join(plan.node_of(rank).host for rank in link.ranks))
+        for link in links
+    )
 
 
 def hardware_of(plan: Plan, facts: Sequence[NodeFacts]) -> Hardware:
