@@ -240,7 +240,9 @@ def find_library(path: str | None = None) -> Library:
     """
     found = path or mapped_library(Path("/proc/self/maps").read_text())
     if found is None:
-        raise OSError("no libnccl or librccl is loaded: torch here is a CPU build")
+        raise OSError(
+            "torch has mapped no libnccl or librccl (a CPU build, or linked in): name one by --library"
+        )
     if path is not None and not os.access(path, os.R_OK):
         raise OSError(f"{path}: no such library")
     return Library(found)
