@@ -27,7 +27,11 @@ if TYPE_CHECKING:
     Take = Callable[[Tensor, Tensor], None]
 
 SLICE_BYTES = 1 << 20
-"""Large enough to fill a 100 Gb/s link past its latency, small enough to hide the addition."""
+"""A slice at most: fills a 100 Gb/s link past its latency, small enough to hide the addition."""
+MIN_SLICE_BYTES = 64 << 10
+SLICES_PER_CHUNK = 4
+"""Smaller chunks are still cut while slices stay above the minimum: with one slice a chunk the link idles
+between steps (measured at 100 Mbit/s, 256 KiB chunks, four ranks: 31 % over the model)."""
 
 
 def cost_s(
@@ -147,7 +151,7 @@ def _split(x: Tensor, parts: int) -> list[Tensor]:
 
 def _num_slices(chunks: list[Tensor]) -> int:
     largest = max(chunk.numel() for chunk in chunks) * chunks[0].element_size()
-    return max(1, -(-largest // SLICE_BYTES))
+    return max(1, min(SLICES_PER_CHUNK, largest // MIN_SLICE_BYTES), -(-largest // SLICE_BYTES))
 
 
 def _slice_elements(chunks: list[Tensor]) -> int:
