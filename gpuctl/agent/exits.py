@@ -43,6 +43,19 @@ class RankExit:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
 
+def ended_by_us(signal_: int | None, *, was_asked: bool, was_killed: bool) -> bool:
+    """Return whether gpuctl ended a rank: it asked with TERM, and KILL went out if ``was_killed``.
+
+    A signal that was not sent yet is somebody else's: of a rank that was killed and a peer that noticed,
+    the peer's end is often seen first.
+    """
+    if not was_asked:
+        return False
+    if signal_ == signal.SIGKILL:
+        return was_killed
+    return signal_ is None or signal_ == signal.SIGTERM
+
+
 def signal_name(number: int) -> str:
     """Return ``SIGKILL`` for 9; ``signal 77`` for what has no name."""
     try:

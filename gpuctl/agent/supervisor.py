@@ -22,7 +22,7 @@ from typing import Any
 from gpuctl.agent import forkclient, identity
 from gpuctl.agent.arming import reasons_not_to_start, working_directory
 from gpuctl.agent.environment import Start, node_environment, rank_environment
-from gpuctl.agent.exits import RankExit, describe, last_error_line, read_error_file, signal_name
+from gpuctl.agent.exits import RankExit, describe, ended_by_us, last_error_line, read_error_file, signal_name
 from gpuctl.agent.frames import Frame
 from gpuctl.agent.kill import choose_method
 from gpuctl.agent.link import Link
@@ -368,6 +368,7 @@ class Supervisor:
         bundled = self.plan.program.is_bundled
         name = signal_name(signal_) if signal_ is not None else None
         is_done = exit_code == 0 and (rank.state.is_done or not bundled)
+        is_victim = ended_by_us(signal_, was_asked=self._is_ending, was_killed=self._end_deadline is not None)
         rank.state = replace(rank.state, exit_code=exit_code, signal=name, is_done=is_done)
         if rank.channel is not None:
             rank.channel.close()
@@ -377,7 +378,7 @@ class Supervisor:
             exit_code,
             name,
             is_done,
-            is_victim=self._is_ending,
+            is_victim=is_victim,
             message=error or "",
         )
         report = (
@@ -400,7 +401,7 @@ class Supervisor:
         tail = self._pump.tail(rank.state.rank, TAIL_LINES) if self._pump else []
         text = report.message or (error[0] if error else last_error_line(tail))
         message = describe(report.exit_code, report.signal, text, is_bundled=self.plan.program.is_bundled)
-        if signal_ == signal.SIGKILL and not self._is_ending and rank.pid is not None:
+        if signal_ == signal.SIGKILL and not report.is_victim and rank.pid is not None:
             message = self._oom.explain(rank.pid) or message
         return replace(
             report,

@@ -1,9 +1,10 @@
 """The first cause is found among victims, and a rank's end is put into one line."""
 
 import json
+import signal
 from pathlib import Path
 
-from gpuctl.agent.exits import RankExit, describe, first_cause, last_error_line, read_error_file
+from gpuctl.agent.exits import RankExit, describe, ended_by_us, first_cause, last_error_line, read_error_file
 
 
 def test_a_signal_comes_before_the_peers_that_lost_their_connection() -> None:
@@ -52,3 +53,12 @@ def test_torch_elastics_error_file_is_read_and_garbage_is_none(tmp_path: Path) -
     }
     path.write_text(json.dumps(text))
     assert read_error_file(path) == ("ValueError: x", "Traceback")
+
+
+def test_a_signal_that_was_not_sent_yet_is_somebody_elses() -> None:
+    assert not ended_by_us(signal.SIGKILL, was_asked=True, was_killed=False)
+    assert ended_by_us(signal.SIGKILL, was_asked=True, was_killed=True)
+    assert ended_by_us(signal.SIGTERM, was_asked=True, was_killed=False)
+    assert ended_by_us(None, was_asked=True, was_killed=False)
+    assert not ended_by_us(signal.SIGSEGV, was_asked=True, was_killed=True)
+    assert not ended_by_us(signal.SIGTERM, was_asked=False, was_killed=False)
