@@ -43,17 +43,20 @@ class RankExit:
         return self.node if self.rank is None else f"rank {self.rank} on {self.node}"
 
 
-def ended_by_us(signal_: int | None, *, was_asked: bool, was_killed: bool) -> bool:
+def ended_by_us(signal_: int | None, error: str | None, *, was_asked: bool, was_killed: bool) -> bool:
     """Return whether gpuctl ended a rank: it asked with TERM, and KILL went out if ``was_killed``.
 
-    A signal that was not sent yet is somebody else's: of a rank that was killed and a peer that noticed,
-    the peer's end is often seen first.
+    Of a rank that failed and a peer that noticed, the peer's end is often seen first, and then all are
+    asked to end. A signal that was not sent yet, and an ``error`` that does not speak of a lost peer, are
+    the rank's own all the same.
     """
     if not was_asked:
         return False
     if signal_ == signal.SIGKILL:
         return was_killed
-    return signal_ is None or signal_ == signal.SIGTERM
+    if signal_ is not None:
+        return signal_ == signal.SIGTERM
+    return error is None or VICTIM.search(error) is not None
 
 
 def signal_name(number: int) -> str:

@@ -368,19 +368,10 @@ class Supervisor:
         bundled = self.plan.program.is_bundled
         name = signal_name(signal_) if signal_ is not None else None
         is_done = exit_code == 0 and (rank.state.is_done or not bundled)
-        is_victim = ended_by_us(signal_, was_asked=self._is_ending, was_killed=self._end_deadline is not None)
         rank.state = replace(rank.state, exit_code=exit_code, signal=name, is_done=is_done)
         if rank.channel is not None:
             rank.channel.close()
-        report = RankExit(
-            rank.state.rank,
-            self.node.host,
-            exit_code,
-            name,
-            is_done,
-            is_victim=is_victim,
-            message=error or "",
-        )
+        report = RankExit(rank.state.rank, self.node.host, exit_code, name, is_done, message=error or "")
         report = (
             replace(report, traceback=traceback)
             if is_done
@@ -401,11 +392,15 @@ class Supervisor:
         tail = self._pump.tail(rank.state.rank, TAIL_LINES) if self._pump else []
         text = report.message or (error[0] if error else last_error_line(tail))
         message = describe(report.exit_code, report.signal, text, is_bundled=self.plan.program.is_bundled)
-        if signal_ == signal.SIGKILL and not report.is_victim and rank.pid is not None:
+        is_victim = ended_by_us(
+            signal_, text, was_asked=self._is_ending, was_killed=self._end_deadline is not None
+        )
+        if signal_ == signal.SIGKILL and not is_victim and rank.pid is not None:
             message = self._oom.explain(rank.pid) or message
         return replace(
             report,
             message=message,
+            is_victim=is_victim,
             traceback=traceback or (error[1] if error else None) or None,
             tail=tuple(tail),
         )

@@ -4,6 +4,8 @@ import json
 import signal
 from pathlib import Path
 
+import pytest
+
 from gpuctl.agent.exits import RankExit, describe, ended_by_us, first_cause, last_error_line, read_error_file
 
 
@@ -55,10 +57,21 @@ def test_torch_elastics_error_file_is_read_and_garbage_is_none(tmp_path: Path) -
     assert read_error_file(path) == ("ValueError: x", "Traceback")
 
 
-def test_a_signal_that_was_not_sent_yet_is_somebody_elses() -> None:
-    assert not ended_by_us(signal.SIGKILL, was_asked=True, was_killed=False)
-    assert ended_by_us(signal.SIGKILL, was_asked=True, was_killed=True)
-    assert ended_by_us(signal.SIGTERM, was_asked=True, was_killed=False)
-    assert ended_by_us(None, was_asked=True, was_killed=False)
-    assert not ended_by_us(signal.SIGSEGV, was_asked=True, was_killed=True)
-    assert not ended_by_us(signal.SIGTERM, was_asked=False, was_killed=False)
+@pytest.mark.parametrize(
+    "signal_, error, was_asked, was_killed, expected",
+    [
+        (signal.SIGKILL, None, True, False, False),
+        (signal.SIGKILL, None, True, True, True),
+        (signal.SIGTERM, None, True, False, True),
+        (signal.SIGTERM, None, False, False, False),
+        (signal.SIGSEGV, None, True, True, False),
+        (None, None, True, False, True),
+        (None, "ValueError: boom", True, False, False),
+        (None, "RuntimeError: Connection closed by peer", True, False, True),
+        (None, "ValueError: boom", False, False, False),
+    ],
+)
+def test_what_gpuctl_did_not_do_is_a_ranks_own_whoever_was_seen_first(
+    signal_: int | None, error: str | None, was_asked: bool, was_killed: bool, expected: bool
+) -> None:
+    assert ended_by_us(signal_, error, was_asked=was_asked, was_killed=was_killed) is expected
