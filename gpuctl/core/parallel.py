@@ -71,9 +71,10 @@ def resolve_dims(
     Raises UsageError for an unknown strategy or degrees that contradict it, DoesNotFit for a layout
     that this model or number of ranks cannot have.
     """
-    row = STRATEGIES.get(strategy.replace("-", "").replace("_", "").lower())
+    plain = strategy.replace("-", "").replace("_", "").lower()
+    row = STRATEGIES.get(plain)
     if row is None:
-        near = difflib.get_close_matches(strategy, STRATEGIES, n=1)
+        near = difflib.get_close_matches(plain, STRATEGIES, n=1)
         raise UsageError(
             f"no strategy {strategy}",
             cause="; ".join(f"{r.name}: {r.summary}" for r in STRATEGIES.values()),

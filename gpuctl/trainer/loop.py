@@ -61,10 +61,13 @@ class StepNumbers:
 
 
 def run(config: Mapping[str, Any], worker: Worker) -> None:
-    """Train as ``config`` says: {training, dims, strategy, checkpoint_dir}. Entered by every rank."""
+    """Train as ``config`` says: {training, dims, strategy, checkpoint_dir, backend}. Entered by every rank.
+
+    Without a ``backend``: nccl where a device is visible, else gloo.
+    """
     training = from_json(TrainingConfig, config["training"])
     dims = from_json(ParallelDims, config["dims"])
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = str(config.get("backend") or ("nccl" if torch.cuda.is_available() else "gloo"))
     group = join(worker, backend=backend, timeout_s=JOIN_S)
     trainer = Trainer(training, dims, worker, group.device, backend)
     directory = config.get("checkpoint_dir")

@@ -141,8 +141,8 @@ def compare(found: Trace, wanted: Trace, tolerance: float) -> None:
     for name in wanted.parameters:
         # Adam divides by the root of tiny second moments: parameters may differ by more than gradients
         assert relative_difference(found.parameters[name], wanted.parameters[name]) <= 100 * tolerance, name
-    assert found.losses == pytest.approx(wanted.losses, rel=max(tolerance, 1e-12))
-    assert found.norms == pytest.approx(wanted.norms, rel=max(10 * tolerance, 1e-11))
+    assert found.losses == pytest.approx(wanted.losses, rel=tolerance)
+    assert found.norms == pytest.approx(wanted.norms, rel=tolerance)
 
 
 CASES = [
