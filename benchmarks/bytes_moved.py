@@ -1,4 +1,4 @@
-"""Bytes that each strategy moves a step, by the interface's counters, beside the formulas of docs/training.md.
+"""Bytes each strategy moves a step, by the interface's counters, beside the formulas of docs/training.md.
 
 Run in a network namespace of its own, where nothing else moves:
 ``unshare -n sh -c 'ip link set lo up; exec python -m benchmarks.bytes_moved'`` (root; Linux). Gloo, fp32.

@@ -1,7 +1,8 @@
 """The plain loop that the trainer is measured beside: one process, no engine of ours.
 
 fp32 weights under bf16 autocast, every block compiled, torch's fused AdamW and clip_grad_norm_, the same
-model definition, data, order of samples and schedule. Run by ``train_one_gpu.py``; prints JSON lines.
+model definition, data, order of samples and schedule. ``--fsdp2``: the weights under ``fully_shard`` without
+resharding instead of autocast. Run by ``train_one_gpu.py``; prints JSON lines.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 from gpuctl.config.training import load_training
 from gpuctl.core.training import TrainingConfig
@@ -26,19 +29,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", required=True)
     parser.add_argument("--run-steps", type=int, required=True, help="steps of the schedule that are run")
+    parser.add_argument("--fsdp2", action="store_true")
     parser.add_argument("settings", nargs="*")
     arguments = parser.parse_args()
     config = load_training(settings=[*arguments.settings, f"data.path={arguments.data}"])
-    train(config, arguments.run_steps, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    train(config, arguments.run_steps, device, is_fsdp=arguments.fsdp2)
+    if arguments.fsdp2:
+        dist.destroy_process_group()
 
 
-def train(config: TrainingConfig, run_steps: int, device: torch.device) -> None:
+def shard(model: Decoder, device: torch.device) -> None:
+    """Put every block, then the rest, under FSDP2: fp32 parameters, bf16 computation on a GPU."""
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    mesh = dist.device_mesh.init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if device.type == "cuda" else None)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    register_fsdp_forward_method(model, "loss_sum")
+
+
+def train(config: TrainingConfig, run_steps: int, device: torch.device, *, is_fsdp: bool = False) -> None:
     with torch.device(device):
         model = Decoder(config.model)
     model.initialise(config.seed)
     if device.type == "cuda":
         for block in model.blocks:
             block.compile()
+    if is_fsdp:
+        shard(model, device)
+    has_autocast = device.type == "cuda" and not is_fsdp
     o = config.optim
     groups = [
         {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": o.weight_decay},
@@ -61,7 +83,7 @@ def train(config: TrainingConfig, run_steps: int, device: torch.device) -> None:
             drawn = [data.sample(step * config.global_batch + first + i) for i in range(config.micro_batch)]
             stacked = np.stack([[s.tokens for s in drawn], [s.targets for s in drawn]])
             both = torch.from_numpy(stacked).to(device, non_blocking=True)
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=has_autocast):
                 loss = model.loss_sum(both[0], both[1], chunk) / tokens_a_step
             loss.backward()
             total += loss.detach()

@@ -1,4 +1,4 @@
-"""The trainer on one GPU beside a plain loop of the same work, in turn, in one run.
+"""The trainer on one GPU beside a plain loop and FSDP2 of the same work, in turn, in one run.
 
 Run: ``python benchmarks/train_one_gpu.py [--micro-batch 8] [--steps 300] [--json FILE]``. The trainer is
 started as a user would, by ``gpuctl launch -s zero2`` over transport local. Prints a table of medians
@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--plain-steps", type=int, default=120)
     parser.add_argument("--set", action="append", default=[], help="more settings for both")
     parser.add_argument("--rounds", type=int, default=1, help="plain, trainer, plain, trainer, ...")
+    parser.add_argument("--no-fsdp2", action="store_true", help="leave FSDP2 out")
     parser.add_argument("--json", type=Path)
     a = parser.parse_args()
     settings = {
@@ -45,12 +46,14 @@ def main() -> None:
         "steps": a.steps, "optim.warmup_steps": 20,
     }  # fmt: skip
     words = [*(f"{k}={v}" for k, v in settings.items()), *a.set]
-    plain, ours = [], []
+    plain, ours, fsdp = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         for _ in range(a.rounds):
             plain.append(run_plain(words, a.plain_steps, Path(folder)))
             ours.append(run_trainer(words, Path(folder)))
-    show(plain, ours, a)
+            if not a.no_fsdp2:
+                fsdp.append(run_plain(["--fsdp2", *words], a.plain_steps, Path(folder)))
+    show(plain, ours, fsdp, a)
 
 
 def run_plain(settings: list[str], steps: int, folder: Path) -> list[dict[str, Any]]:
@@ -94,7 +97,12 @@ def steps_of(run: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in run if "loss" in line]
 
 
-def show(plain: list[list[dict[str, Any]]], ours: list[list[dict[str, Any]]], a: argparse.Namespace) -> None:
+def show(
+    plain: list[list[dict[str, Any]]],
+    ours: list[list[dict[str, Any]]],
+    fsdp: list[list[dict[str, Any]]],
+    a: argparse.Namespace,
+) -> None:
     plain_rate, our_rate = median_rate(plain), median_rate(ours)
     last = steps_of(ours[0])[-1]
     gaps = [
@@ -111,6 +119,11 @@ def show(plain: list[list[dict[str, Any]]], ours: list[list[dict[str, Any]]], a:
         "gpuctl_losses": [s["loss"] for s in steps_of(ours[0])][::10],
         "median_loss_gap": statistics.median(gaps), "worst_loss_gap": max(gaps),
     }  # fmt: skip
+    if fsdp:
+        fsdp_rate = median_rate(fsdp)
+        result |= {"fsdp2_tokens_per_s": fsdp_rate, "ratio_to_fsdp2": our_rate / fsdp_rate}
+        memory["fsdp2"] = steps_of(fsdp[0])[-1]["memory_bytes"]
+        result["fsdp2_losses"] = [s["loss"] for s in steps_of(fsdp[0])][::10]
     for key, value in result.items():
         print(f"{key:>20}  {value}")
     if a.json is not None:
