@@ -83,10 +83,10 @@ def make_plan(
         run_id=run_id,
         name=name,
         cluster=cluster.name,
-        program=_program(request, dims),
+        program=_program(request, dims, vendors[0]),
         dims=dims,
         nodes=tuple(nodes),
-        backend="gloo" if vendors[0] is Vendor.CPU else "nccl",
+        backend=backend_of(vendors[0]),
         strategy=request.strategy,
         ports=cluster.ports,
         failure=cluster.failure,
@@ -238,6 +238,11 @@ def _node(
     )
 
 
+def backend_of(vendor: Vendor) -> Literal["nccl", "gloo"]:
+    """Return torch's backend: RCCL is ``nccl`` too."""
+    return "gloo" if vendor is Vendor.CPU else "nccl"
+
+
 def last_wins(variables: Sequence[EnvVar]) -> tuple[EnvVar, ...]:
     """Return one entry a name, the last one, in the order of first appearance."""
     by_name: dict[str, EnvVar] = {}
@@ -259,7 +264,7 @@ def _cluster_env(spec: NodeSpec) -> list[EnvVar]:
     ]
 
 
-def _program(request: LaunchRequest, dims: ParallelDims) -> Program:
+def _program(request: LaunchRequest, dims: ParallelDims, vendor: Vendor) -> Program:
     if request.kind == "train":
         assert request.training is not None
         preload = TRAINER_PRELOAD + (COMPILE_PRELOAD if request.training.compile else ())
@@ -267,6 +272,7 @@ def _program(request: LaunchRequest, dims: ParallelDims) -> Program:
             "training": to_json(request.training),
             "dims": to_json(dims),
             "strategy": request.strategy,
+            "backend": backend_of(vendor),
         }
         return Program("train", (), TRAINER_MODULE, preload, config)
     return Program(request.kind, request.argv)
